@@ -1,0 +1,225 @@
+"""The engines: DeepSpeed behind one border, and plain torch as the reference. Only this file imports DeepSpeed.
+
+An engine owns weights, gradients and the optimizer. It knows nothing of plans: each rank hands it its share of the loss
+and gradients are summed over ranks. Not here: the forward itself (`models.py`) and row exchanges (`parallel/`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gtx.config import EngineConfig
+from gtx.models import GraphModel
+from gtx.parallel.context import WaveContext
+from gtx.parallel.world import World
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def lr_factor(config: EngineConfig, total_steps: int) -> Callable[[int], float]:
+    """The factor on `lr` at each optimizer step: linear warm-up, then constant, linear to 0, or cosine to 0."""
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / (config.warmup_steps + 1)
+        done = (step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1)
+        match config.lr_schedule:
+            case "linear":
+                return max(1.0 - done, 0.0)
+            case "cosine":
+                return 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+            case _:
+                return 1.0
+
+    return factor
+
+
+def make_optimizer(config: EngineConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer the config names, as torch has it."""
+    match config.optimizer:
+        case "adamw":
+            return torch.optim.AdamW(
+                parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            )
+        case "adam":
+            return torch.optim.Adam(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        case "sgd":
+            return torch.optim.SGD(
+                parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            )
+
+
+class TorchEngine:
+    """Plain torch: replicated weights, gradients added up by one all-reduce."""
+
+    def __init__(self, model: GraphModel, config: EngineConfig, world: World, total_steps: int):
+        self.dtype = DTYPES[config.precision]
+        self.model = model.to(world.device, self.dtype)
+        self.config, self.world = config, world
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(config, self.parameters)
+        self.lr_schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lr_factor(config, total_steps))
+
+    def forward(self, x: Tensor, token: Tensor, wave: WaveContext) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = self.model(x, token, wave)
+        return out
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    def reduce(self) -> None:
+        """Sum gradients over ranks."""
+        if self.world.size == 1:
+            return
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        dist.all_reduce(flat)
+        for p, piece in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
+            p.grad = piece.view_as(p)
+
+    def step(self) -> None:
+        self.reduce()
+        if self.config.gradient_clipping:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.gradient_clipping)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.lr_schedule.step()
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def deepspeed_dict(config: EngineConfig) -> dict[str, Any]:
+    """The JSON that DeepSpeed reads, from the one config; `engine.deepspeed` adds keys and wins where both speak.
+
+    Clipping is named even when off, since DeepSpeed's own default clips at 1.0.
+    """
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    if config.offload_optimizer == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.gradient_clipping,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": config.precision == "bf16"},
+        "fp16": {"enabled": config.precision == "fp16", "loss_scale": config.loss_scale},
+    }
+    return _merged(settings, config.deepspeed)
+
+
+def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in extra.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
+
+
+class DeepSpeedEngine:
+    """DeepSpeed: ZeRO 0 to 3, optimizer offload, bf16 and fp16. It averages over ranks, so losses are multiplied."""
+
+    def __init__(
+        self,
+        model: GraphModel,
+        config: EngineConfig,
+        world: World,
+        total_steps: int,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        """say: tells the user what is being waited for, such as a compilation.
+
+        Raises ValueError with one line for a precision that the device lacks or a key that DeepSpeed refuses.
+        """
+        deepspeed = import_deepspeed(world.device)
+        accelerator = deepspeed.accelerator.get_accelerator()
+        if config.precision == "fp16" and not accelerator.is_fp16_supported():
+            raise ValueError("engine.precision fp16 is not supported by this device; use bf16 or float32")
+        if config.precision == "bf16" and not accelerator.is_bf16_supported():
+            raise ValueError("engine.precision bf16 is not supported by this device; use float32")
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        self.model, self.config, self.world = model.to(world.device), config, world
+        self.dtype = DTYPES[config.precision]
+        optimizer = self._optimizer(list(model.parameters()), say)
+        try:
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                lr_scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lr_factor(config, total_steps)),
+                config=deepspeed_dict(config),
+                dist_init_required=False,
+            )
+        except (deepspeed.runtime.config_utils.ValidationError, deepspeed.DeepSpeedConfigError) as error:
+            raise ValueError(f"engine.deepspeed: {str(error).strip().splitlines()[0]}") from None
+
+    def _optimizer(self, parameters: list[nn.Parameter], say: Callable[[str], None]) -> torch.optim.Optimizer:
+        """torch's optimizer, or DeepSpeed's CPU Adam where the optimizer is offloaded and a compiler is there."""
+        config = self.config
+        if config.offload_optimizer == "none" or config.optimizer == "sgd":
+            return make_optimizer(config, parameters)
+        if shutil.which("c++") is None and shutil.which("g++") is None:
+            say("no C++ compiler on the PATH: the offloaded optimizer is torch's Adam instead of DeepSpeed's CPU Adam")
+            return make_optimizer(config, parameters)
+        say("loading DeepSpeed's CPU Adam; its first use compiles it, a minute or two, once")
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        made: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            parameters,
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            adamw_mode=config.optimizer == "adamw",
+        )
+        return made
+
+    def forward(self, x: Tensor, token: Tensor, wave: WaveContext) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = self.engine(x, token, wave)
+        return out
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
+        if not last:
+            self.engine.step()
+
+    def step(self) -> None:
+        self.engine.step()
+
+    @property
+    def lr(self) -> float:
+        return float(self.engine.get_lr()[0])
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, quiet, and without the shared-memory op that only its inference needs (minutes of compilation)."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        import deepspeed.accelerator
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def make_engine(
+    model: GraphModel, config: EngineConfig, world: World, total_steps: int, say: Callable[[str], None]
+) -> TorchEngine | DeepSpeedEngine:
+    """The engine the config names."""
+    if config.name == "torch":
+        return TorchEngine(model, config, world, total_steps)
+    return DeepSpeedEngine(model, config, world, total_steps, say)

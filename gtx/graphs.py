@@ -1,0 +1,357 @@
+"""A graph as arrays, how to make a checked one, and two rewrites of its edges.
+
+Where graphs come from is in `datasets.py`; how they are divided is in `partition.py`. Nothing here knows torch.
+
+Legend: `N` nodes, `E` edges, `F` features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Metric = Literal["accuracy", "roc_auc"]
+SelfLoopPolicy = Literal["keep", "add", "remove"]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+UNLABELLED = -1
+_UNLABELLED_CODES = (-1, -100)  # -100 is torch's `ignore_index`; NaN is OGB's
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A node-classification graph in CSR form: row = destination, column = source.
+
+    Arrays may be read-only memory maps: nothing may write into them. Duplicate edges and self loops are kept as given.
+
+    Attributes:
+        name: what the graph is called in reports and folder names.
+        indptr: int64 [N+1]; the in-edges of node `i` are at `indptr[i]:indptr[i+1]`.
+        indices: int32 or int64 [E]; source ids, ascending within a row. (A relabelled graph, see `partition.py`, keeps
+            the order of the original ids instead.)
+        features: float32 [N, F].
+        labels: int64 [N], a class in `0..num_classes-1` or -1 where there is none.
+        train_mask, val_mask, test_mask: bool [N], disjoint.
+        num_classes: classes the labels are drawn from.
+        metric: what validation and test report.
+    """
+
+    name: str
+    indptr: Int64Array
+    indices: npt.NDArray[np.int32] | Int64Array
+    features: npt.NDArray[np.float32]
+    labels: Int64Array
+    train_mask: BoolArray
+    val_mask: BoolArray
+    test_mask: BoolArray
+    num_classes: int
+    metric: Metric = "accuracy"
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Stored edges: an undirected edge counts twice, a self loop once."""
+        return len(self.indices)
+
+    @property
+    def num_features(self) -> int:
+        return int(self.features.shape[1])
+
+    @property
+    def in_degrees(self) -> Int64Array:
+        """int64 [N]."""
+        return np.diff(self.indptr)
+
+
+@dataclass(frozen=True)
+class GraphSummary:
+    """What `summarize` counts. `E` is stored edges, so an undirected edge counts twice.
+
+    Attributes:
+        isolated_nodes: nodes with neither an in-edge nor an out-edge other than self loops.
+        zero_in_degree_nodes: nodes with an empty row: attention has nothing to attend to there.
+        duplicate_edges: edges beyond the first of each (source, destination).
+        directed: whether the reverse of some edge is missing.
+        num_labelled: nodes with a label, in a split or not.
+        label_rate: training nodes / N, as Kipf & Welling (2017) use the word.
+    """
+
+    num_nodes: int
+    num_edges: int
+    num_features: int
+    num_classes: int
+    isolated_nodes: int
+    zero_in_degree_nodes: int
+    duplicate_edges: int
+    self_loops: int
+    directed: bool
+    max_in_degree: int
+    mean_in_degree: float
+    num_train: int
+    num_val: int
+    num_test: int
+    num_labelled: int
+    label_rate: float
+
+    def as_dict(self) -> dict[str, int | float | bool]:
+        return dataclasses.asdict(self)
+
+
+def from_edges(
+    name: str,
+    src: npt.ArrayLike,
+    dst: npt.ArrayLike,
+    num_nodes: int,
+    features: npt.ArrayLike,
+    labels: npt.ArrayLike,
+    train_mask: npt.ArrayLike,
+    val_mask: npt.ArrayLike,
+    test_mask: npt.ArrayLike,
+    *,
+    num_classes: int | None = None,
+    metric: Metric = "accuracy",
+) -> Graph:
+    """Check everything and sort the edges `src[e] -> dst[e]` into a `Graph`.
+
+    Args:
+        src, dst: integers [E] in `0..num_nodes-1`, in any order. Duplicates and self loops are kept.
+        num_nodes: N. Nodes that no edge touches are nodes all the same.
+        features: [N, F], cast to float32.
+        labels: [N], whole numbers; -1, -100 and NaN mean unlabelled.
+        train_mask, val_mask, test_mask: bool [N]; validation and test may be empty, training may not.
+        num_classes: 1 + the largest label if None.
+
+    Raises:
+        ValueError: an endpoint outside the nodes, a feature that is not finite, a label that is no class, splits that
+            overlap, a training node without a label, an empty training split, or arrays of the wrong shape.
+    """
+    if num_nodes < 0:
+        raise ValueError(f"graph {name!r}: num_nodes is {num_nodes}; it cannot be negative")
+    source, destination = _check_edges(name, src, dst, num_nodes)
+    feature_rows = _check_features(name, features, num_nodes)
+    classes = _check_labels(name, labels, num_nodes)
+    train = _check_mask(name, "train", train_mask, num_nodes)
+    val = _check_mask(name, "val", val_mask, num_nodes)
+    test = _check_mask(name, "test", test_mask, num_nodes)
+    _check_splits(name, train, val, test, classes)
+    found_classes = int(classes.max(initial=UNLABELLED)) + 1
+    if num_classes is None:
+        num_classes = found_classes
+    elif found_classes > num_classes:
+        node = int(np.argmax(classes))
+        raise ValueError(
+            f"graph {name!r}: node {node} has label {found_classes - 1}, but num_classes is {num_classes}; "
+            f"labels are 0..{num_classes - 1}, or -1 for none"
+        )
+    if metric not in get_args(Metric):
+        raise ValueError(f"graph {name!r}: metric is {metric!r}; choose one of {', '.join(get_args(Metric))}")
+    if metric == "roc_auc" and num_classes != 2:
+        raise ValueError(f"graph {name!r}: roc_auc is defined for 2 classes, the labels have {num_classes}")
+    indptr, indices = _csr(_edge_keys(source, destination, num_nodes), num_nodes)
+    return Graph(name, indptr, indices, feature_rows, classes, train, val, test, num_classes, metric)
+
+
+def with_undirected(graph: Graph) -> Graph:
+    """Add the reverse of every edge whose reverse is missing.
+
+    Edges that are there stay as they are, duplicates included; a missing reverse is added once, and a self loop is its
+    own reverse. Applying it twice is applying it once.
+    """
+    num_nodes = graph.num_nodes
+    forward, reverse = _both_ways(graph)
+    missing = np.setdiff1d(_distinct(reverse), _distinct(forward), assume_unique=True)
+    if not len(missing):
+        return graph
+    indptr, indices = _csr(np.concatenate([forward, missing]), num_nodes)
+    return dataclasses.replace(graph, indptr=indptr, indices=indices)
+
+
+def with_self_loops(graph: Graph, policy: SelfLoopPolicy) -> Graph:
+    """Self loops as `policy` says: `keep` as they are, `add` so that each node has exactly one, `remove` all.
+
+    Raises:
+        ValueError: for another policy.
+    """
+    if policy not in get_args(SelfLoopPolicy):
+        raise ValueError(f"self_loops is {policy!r}; choose one of {', '.join(get_args(SelfLoopPolicy))}")
+    if policy == "keep":
+        return graph
+    num_nodes = graph.num_nodes
+    source, destination = edge_list(graph)
+    other = source != destination
+    keys = _edge_keys(source[other], destination[other], num_nodes)
+    if policy == "add":
+        loops = np.arange(num_nodes, dtype=np.int64)
+        keys = np.concatenate([keys, _edge_keys(loops, loops, num_nodes)])
+    indptr, indices = _csr(keys, num_nodes)
+    return dataclasses.replace(graph, indptr=indptr, indices=indices)
+
+
+def edge_list(graph: Graph) -> tuple[Int64Array, Int64Array]:
+    """The edges as (sources, destinations), int64 [E] each, in the order they are stored in."""
+    destination = np.repeat(np.arange(graph.num_nodes, dtype=np.int64), graph.in_degrees)
+    return np.asarray(graph.indices).astype(np.int64), destination
+
+
+def summarize(graph: Graph) -> GraphSummary:
+    """Count what a user should know of a graph before training on it."""
+    num_nodes = graph.num_nodes
+    source, destination = edge_list(graph)
+    loop = source == destination
+    touched = np.zeros(num_nodes, dtype=np.bool_)
+    touched[source[~loop]] = True
+    touched[destination[~loop]] = True
+    forward, reverse = (_distinct(keys) for keys in _both_ways(graph))
+    in_degrees = graph.in_degrees
+    num_train = int(np.count_nonzero(graph.train_mask))
+    return GraphSummary(
+        num_nodes=num_nodes,
+        num_edges=graph.num_edges,
+        num_features=graph.num_features,
+        num_classes=graph.num_classes,
+        isolated_nodes=int(np.count_nonzero(~touched)),
+        zero_in_degree_nodes=int(np.count_nonzero(in_degrees == 0)),
+        duplicate_edges=graph.num_edges - len(forward),
+        self_loops=int(np.count_nonzero(loop)),
+        directed=not np.array_equal(forward, reverse),
+        max_in_degree=int(in_degrees.max(initial=0)),
+        mean_in_degree=graph.num_edges / max(num_nodes, 1),
+        num_train=num_train,
+        num_val=int(np.count_nonzero(graph.val_mask)),
+        num_test=int(np.count_nonzero(graph.test_mask)),
+        num_labelled=int(np.count_nonzero(graph.labels != UNLABELLED)),
+        label_rate=num_train / max(num_nodes, 1),
+    )
+
+
+def _edge_keys(source: Int64Array, destination: Int64Array, num_nodes: int) -> Int64Array:
+    """One int64 per edge whose order is (destination, source); one sort of keys is far cheaper than a lexsort."""
+    assert num_nodes < 3_037_000_499, "destination * N + source must fit into int64"
+    return destination * num_nodes + source
+
+
+def _csr(keys: Int64Array, num_nodes: int) -> tuple[Int64Array, npt.NDArray[np.int32] | Int64Array]:
+    """(indptr, indices) of edge keys in any order; ids take int32 where they fit, which halves the memory of edges."""
+    keys = np.sort(keys)
+    row_ends = np.arange(num_nodes + 1, dtype=np.int64) * num_nodes
+    indptr = np.searchsorted(keys, row_ends).astype(np.int64)
+    keys -= np.repeat(row_ends[:-1], np.diff(indptr))
+    return indptr, keys.astype(np.int32) if num_nodes <= np.iinfo(np.int32).max else keys
+
+
+def _both_ways(graph: Graph) -> tuple[Int64Array, Int64Array]:
+    """The keys of the edges and of their reverses, unsorted."""
+    source, destination = edge_list(graph)
+    return _edge_keys(source, destination, graph.num_nodes), _edge_keys(destination, source, graph.num_nodes)
+
+
+def _distinct(keys: Int64Array) -> Int64Array:
+    """Ascending, each once. (`np.unique` hashes integers, which is slower on sizes that matter here.)"""
+    keys = np.sort(keys)
+    first = np.ones(len(keys), dtype=np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=first[1:])
+    return keys[first]
+
+
+def _check_edges(name: str, src: npt.ArrayLike, dst: npt.ArrayLike, num_nodes: int) -> tuple[Int64Array, Int64Array]:
+    ends: list[Int64Array] = []
+    for side, given in (("src", src), ("dst", dst)):
+        nodes: npt.NDArray[Any] = np.asarray(given)
+        if nodes.ndim != 1:
+            raise ValueError(
+                f"graph {name!r}: {side} has shape {nodes.shape}; it must be a vector with one id per edge"
+            )
+        if nodes.size and not np.issubdtype(nodes.dtype, np.integer):
+            raise ValueError(f"graph {name!r}: {side} has dtype {nodes.dtype}; node ids must be integers")
+        ends.append(nodes.astype(np.int64))
+    source, destination = ends
+    if len(source) != len(destination):
+        raise ValueError(f"graph {name!r}: {len(source)} sources for {len(destination)} destinations")
+    for nodes in ends:
+        outside = (nodes < 0) | (nodes >= num_nodes)
+        if outside.any():
+            edge = int(np.argmax(outside))
+            raise ValueError(
+                f"graph {name!r}: edge {edge}, ({source[edge]}, {destination[edge]}), names node {nodes[edge]}, but "
+                f"the nodes are 0..{num_nodes - 1}; drop the edge or add the node's row "
+                f"({np.count_nonzero(outside)} such edges on this side)"
+            )
+    return source, destination
+
+
+def _check_features(name: str, features: npt.ArrayLike, num_nodes: int) -> npt.NDArray[np.float32]:
+    given = np.asarray(features)
+    if given.ndim != 2 or len(given) != num_nodes:
+        raise ValueError(f"graph {name!r}: features have shape {given.shape}; expected ({num_nodes}, F)")
+    with np.errstate(over="ignore"):  # too large for float32 becomes inf, which the check below names
+        rows = np.ascontiguousarray(given, dtype=np.float32)
+    finite = np.isfinite(rows)
+    if not finite.all():
+        columns = np.flatnonzero(~finite.all(axis=0))
+        node = int(np.argmin(finite[:, columns[0]]))
+        raise ValueError(
+            f"graph {name!r}: feature column {columns[0]} is {given[node, columns[0]]} at node {node}, which is not a "
+            f"finite float32; repair or drop column(s) {', '.join(str(c) for c in columns[:10])}"
+            + (f" and {len(columns) - 10} more" if len(columns) > 10 else "")
+        )
+    return rows
+
+
+def _check_labels(name: str, labels: npt.ArrayLike, num_nodes: int) -> Int64Array:
+    given: npt.NDArray[Any] = np.asarray(labels)
+    if given.shape != (num_nodes,):
+        raise ValueError(
+            f"graph {name!r}: labels have shape {given.shape}; expected ({num_nodes},), one class per node"
+        )
+    if given.dtype.kind not in "biuf":
+        raise ValueError(f"graph {name!r}: labels have dtype {given.dtype}; expected whole numbers, -1 or NaN for none")
+    values = np.where(np.isnan(given), UNLABELLED, given) if given.dtype.kind == "f" else given.astype(np.int64)
+    is_class = np.isfinite(values) & (values >= 0) & (values == np.floor(values))
+    is_class &= values < 2**31
+    unlabelled = np.isin(values, _UNLABELLED_CODES)
+    wrong = ~(is_class | unlabelled)
+    if wrong.any():
+        node = int(np.argmax(wrong))
+        raise ValueError(
+            f"graph {name!r}: node {node} has label {given[node]}; a label is a whole number from 0, and -1, -100 or "
+            "NaN mean that there is none"
+        )
+    return np.where(unlabelled, UNLABELLED, values).astype(np.int64)
+
+
+def _check_mask(name: str, split: str, mask: npt.ArrayLike, num_nodes: int) -> BoolArray:
+    given: npt.NDArray[Any] = np.asarray(mask)
+    if given.shape != (num_nodes,) or given.dtype != np.bool_:
+        raise ValueError(
+            f"graph {name!r}: the {split} mask is {given.dtype} of shape {given.shape}; expected bool ({num_nodes},)"
+        )
+    return np.ascontiguousarray(given)
+
+
+def _check_splits(name: str, train: BoolArray, val: BoolArray, test: BoolArray, labels: Int64Array) -> None:
+    for first, second, both in (
+        ("train", "val", train & val),
+        ("train", "test", train & test),
+        ("val", "test", val & test),
+    ):
+        if both.any():
+            raise ValueError(
+                f"graph {name!r}: {np.count_nonzero(both)} nodes are in both the {first} and the {second} split, "
+                f"node {int(np.argmax(both))} first; a node belongs to one split at most"
+            )
+    if not train.any():
+        raise ValueError(f"graph {name!r}: the training split is empty; mark at least one labelled node in train_mask")
+    without = train & (labels == UNLABELLED)
+    if without.any():
+        raise ValueError(
+            f"graph {name!r}: {np.count_nonzero(without)} training nodes have no label, node {int(np.argmax(without))} "
+            "first; take them out of train_mask"
+        )

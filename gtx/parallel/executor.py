@@ -1,0 +1,163 @@
+"""Runs compiled batches on this rank: features in, waves and rounds through the model, loss, backward, one step.
+
+Not here: what is sent when (`context.py`), compiling (`compiler.py`), and what an optimizer step is (`gtx/engine.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gtx.models import GraphModel
+from gtx.parallel.compiler import CompiledBatch, CompiledWave
+from gtx.parallel.context import Runtime, WaveContext
+from gtx.parallel.exchange import Channel, Flight, Timer
+from gtx.parallel.world import World
+from gtx.partition import PartitionedGraph
+from gtx.tasks import loss_sum
+from scheduler.plan import Plan
+
+
+class Engine(Protocol):
+    """An optimizer step over gradients that ranks add up."""
+
+    model: GraphModel
+    dtype: torch.dtype
+
+    def forward(self, x: Tensor, token: Tensor, wave: WaveContext) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Backward of this rank's share of the loss; gradients are summed over ranks. last: no round follows."""
+        ...
+
+    def step(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: the mean over all targets of the step, the same on every rank. rows, edges: computed by this rank."""
+
+    loss: float
+    rows: int
+    edges: float
+
+
+class Executor:
+    """Runs steps and evaluations of one model on one rank."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        graph: PartitionedGraph,
+        world: World,
+        timer: Timer,
+        *,
+        seed: int,
+        num_heads: int,
+        backend: str,
+    ):
+        self.engine, self.graph, self.world, self.timer = engine, graph, world, timer
+        self.seed, self.num_heads, self.backend = seed, num_heads, backend
+        self.channel = Channel(world, timer)
+        self.labels = torch.from_numpy(np.asarray(graph.graph.labels)).to(world.device)
+        self.features = np.asarray(graph.graph.features)
+        self._kept: tuple[int, list[Tensor]] | None = None  # inputs of a batch that every step repeats
+
+    def _inputs(self, wave: CompiledWave) -> Tensor:
+        """Feature rows `[n, F]` of this rank's rows, from where they are stored."""
+        stored = torch.from_numpy(self.features[wave.stored]).to(self.world.device, self.engine.dtype)
+        flight = Flight(
+            self.channel, wave.fetch, f"fetch of wave {wave.index}", stored, (1, 1, self.features.shape[1])
+        )
+        flight.post_gather(stored[:, None, None, :])
+        (rows,) = flight.wait_gather()
+        return rows.flatten(1)
+
+    def _all_inputs(self, batch: CompiledBatch, fixed: bool) -> Callable[[CompiledWave], Tensor]:
+        if not fixed:
+            return self._inputs
+        if self._kept is None or self._kept[0] != id(batch):
+            self._kept = (id(batch), [self._inputs(wave) for wave in batch.waves])
+        kept = self._kept[1]
+        return lambda wave: kept[wave.index]
+
+    def _runtime(self, plan: Plan, step: int, training: bool) -> Runtime:
+        return Runtime(
+            self.channel, self.num_heads, self.seed, step, training, self.backend, plan.checkpointing
+        )
+
+    def _token(self, training: bool) -> Tensor:
+        return torch.zeros((), dtype=self.engine.dtype, device=self.world.device, requires_grad=training)
+
+    def train_step(self, batch: CompiledBatch, plan: Plan, step: int, *, fixed: bool) -> StepResult:
+        """One optimizer step: every rank calls it with its part of the same batch."""
+        runtime = self._runtime(plan, step, training=True)
+        self.engine.model.train()
+        inputs = self._all_inputs(batch, fixed)
+        local = torch.zeros((), dtype=torch.float64)
+        rounds = plan.rounds(len(batch.waves))
+        for number, waves in enumerate(rounds):
+            token = self._token(training=True)
+            losses = []
+            for index in waves:
+                wave = batch.waves[index]
+                with self.timer.phase("rowwise"):
+                    context = WaveContext(runtime, wave)
+                    logits, token = self.engine.forward(inputs(wave), token, context)
+                    losses.append(self._loss(logits, wave) / max(batch.num_targets, 1))
+            with self.timer.phase("backward"):
+                total = torch.stack(losses).sum()
+                local += total.detach().cpu()
+                self.engine.backward(total + token.to(total.dtype), last=number == len(rounds) - 1)
+        with self.timer.phase("optimizer"):
+            self.engine.step()
+        with self.timer.phase("exchange.reduce"):
+            self.channel.drain()
+            self._update_norms(runtime, batch)
+            loss = float(self.world.sum_facts(local.reshape(1))[0])
+        return StepResult(loss, batch.rows, batch.edges)
+
+    def _loss(self, logits: Tensor, wave: CompiledWave) -> Tensor:
+        labels = self.labels[torch.from_numpy(wave.target_nodes).to(self.labels.device)]
+        return loss_sum(logits.index_select(0, wave.target_rows), labels)
+
+    def _update_norms(self, runtime: Runtime, batch: CompiledBatch) -> None:
+        """Running batch-norm statistics on every rank, from whoever reported them, in micro-batch order."""
+        norms = self.engine.model.norms
+        if not norms:
+            return
+        width = max(norm.running_mean.numel() for norm in norms)
+        shape = (len(norms), batch.num_micro_batches, 2, width)
+        mine = torch.zeros(shape, dtype=torch.float64)
+        for (number, micro_batch), (mean, variance) in runtime.statistics.found.items():
+            mine[number, micro_batch, 0, : mean.numel()] = mean.double().cpu()
+            mine[number, micro_batch, 1, : variance.numel()] = variance.double().cpu()
+        total = self.world.sum_facts(mine)
+        for norm in norms:
+            size = norm.running_mean.numel()
+            for micro_batch in range(batch.num_micro_batches):
+                mean, variance = total[norm.number, micro_batch, :, :size].to(norm.running_mean.device)
+                norm.update(mean, variance)
+
+    @torch.no_grad()
+    def predict(self, batch: CompiledBatch, plan: Plan, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Logits of all target rows, on every rank: node ids in partition order `[n]`, sorted, and `[n, classes]`."""
+        runtime = self._runtime(plan, step, training=False)
+        self.engine.model.eval()
+        nodes, logits = [], []
+        token = self._token(training=False)
+        for wave in batch.waves:
+            out, token = self.engine.forward(self._inputs(wave), token, WaveContext(runtime, wave))
+            nodes.append(wave.target_nodes)
+            logits.append(out.index_select(0, wave.target_rows).double().cpu().numpy())
+        self.channel.drain()
+        parts = self.world.gather_facts((np.concatenate(nodes), np.concatenate(logits)))
+        all_nodes = np.concatenate([part[0] for part in parts])
+        order = np.argsort(all_nodes, kind="stable")
+        return all_nodes[order], np.concatenate([part[1] for part in parts])[order]

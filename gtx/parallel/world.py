@@ -1,0 +1,110 @@
+"""The ranks of a run: who am I, which groups carry what, and how small facts are shared.
+
+Not here: rows of hidden states, which only `exchange.py` moves. DeepSpeed's own groups belong to `gtx/engine.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Group = Any  # torch.distributed.ProcessGroup, absent in a world of one
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place in the run.
+
+    rank, size: as the launcher gave them.
+    device: where rows live.
+    rows_group: carries row exchanges (gloo on CPU, NCCL on GPU), and nothing else.
+    ids_group: carries the compiler's id exchanges; gloo, so that a background thread can use it.
+    facts_group: carries losses, scores and records; gloo.
+    timeout_s: how long a rank waits for its peers before it calls the run hung.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    rows_group: Group = None
+    ids_group: Group = None
+    facts_group: Group = None
+    timeout_s: float = 300.0
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
+
+    def gather_facts(self, fact: Any) -> list[Any]:
+        """Every rank's `fact` (anything picklable and small), in rank order, on every rank."""
+        if self.size == 1:
+            return [fact]
+        facts: list[Any] = [None] * self.size
+        dist.all_gather_object(facts, fact, group=self.facts_group)
+        return facts
+
+    def sum_facts(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a small float64 CPU tensor over ranks, the same bits on every rank."""
+        if self.size == 1:
+            return values
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(parts, values.contiguous(), group=self.facts_group)
+        return torch.stack(parts).sum(0)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.facts_group)
+
+
+def solo(device: str | torch.device = "cpu") -> World:
+    """A world of one rank that needs no process group."""
+    return World(0, 1, torch.device(device))
+
+
+def launched_ranks() -> tuple[int, int, int]:
+    """(rank, world size, local rank) from the launcher's environment; (0, 1, 0) when run by plain python."""
+    env = os.environ
+    if "RANK" not in env:
+        return 0, 1, 0
+    return int(env["RANK"]), int(env.get("WORLD_SIZE", "1")), int(env.get("LOCAL_RANK", "0"))
+
+
+def join_world(*, timeout_s: float, device: str, store: dist.Store | None = None, ranks: Sequence[int] = ()) -> World:
+    """Join the process groups of the launched run and return this rank's world.
+
+    store, ranks: for tests: a store to meet at and `(rank, world size)`, instead of the launcher's environment.
+    """
+    rank, size, local_rank = launched_ranks()
+    if ranks:
+        rank, size = ranks
+    timeout = timedelta(seconds=timeout_s)
+    on_gpu = device == "cuda"
+    place = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(place)
+    if not dist.is_initialized():
+        backend = "nccl" if on_gpu else "gloo"
+        if store is None and "RANK" not in os.environ:
+            store = dist.HashStore()
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if size == 1:
+        return World(rank, size, place, timeout_s=timeout_s)
+    rows = dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=timeout)
+    ids = dist.new_group(backend="gloo", timeout=timeout)
+    facts = dist.new_group(backend="gloo", timeout=timeout)
+    return World(rank, size, place, rows, ids, facts, timeout_s)
+
+
+def leave_world() -> None:
+    """Tear the process groups down; harmless when there are none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,600 @@
+"""Divides a graph into parts, relabels it so that a part is a range of ids, and keeps the result on disk.
+
+Which rank holds which part is not decided here but by the scheduler; where graphs come from is in `datasets.py`.
+
+Legend: `N` nodes, `E` stored edges (an undirected edge counts twice), `K` parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from gtx.graphs import Graph, Int64Array, edge_list
+
+logger = logging.getLogger(__name__)
+
+Method = Literal["metis", "random", "bfs"]
+Int32Array = npt.NDArray[np.int32]
+_Metis = Callable[
+    [Int64Array, Int64Array, int, int], Int64Array
+]  # (indptr, neighbors, parts, seed) -> part of each node
+
+FORMAT = "gtx-partition"
+FORMAT_VERSION = 1
+_MANIFEST = "manifest.json"
+_GRAPH_ARRAYS = ("indptr", "indices", "features", "labels", "train_mask", "val_mask", "test_mask")
+_DTYPES = {
+    "indptr": ("int64",),
+    "indices": ("int32", "int64"),
+    "features": ("float32",),
+    "labels": ("int64",),
+    "train_mask": ("bool",),
+    "val_mask": ("bool",),
+    "test_mask": ("bool",),
+    "starts": ("int64",),
+    "original_id": ("int64",),
+}
+
+
+@dataclass(frozen=True)
+class PartitionFacts:
+    """What is known of a partitioning. Sequences have one entry per part, `K` in all.
+
+    Attributes:
+        implementation: what ran, with its version, such as "pymetis 2025.2.2".
+        seconds: wall time of assigning, relabelling and counting; not of hashing, writing or reading.
+        fingerprint: sha256 of the source graph's arrays, method, parts, seed and versions: equal means interchangeable.
+        cut_fraction: share of edges, self loops left out, whose ends are in different parts.
+        node_balance, edge_balance: the largest part's rows (in-edges) over the mean; 1 is perfect.
+        rows: nodes of a part.
+        edges: in-edges of a part's nodes.
+        halo_rows: distinct sources of a part's in-edges that are in other parts.
+        empty_parts: parts without nodes.
+    """
+
+    method: Method
+    implementation: str
+    parts: int
+    seed: int
+    seconds: float
+    fingerprint: str
+    cut_fraction: float
+    node_balance: float
+    edge_balance: float
+    rows: tuple[int, ...]
+    edges: tuple[int, ...]
+    halo_rows: tuple[int, ...]
+    empty_parts: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionedGraph:
+    """A graph relabelled so that part `p` is the nodes `starts[p]:starts[p+1]`.
+
+    Attributes:
+        graph: in new ids. Within a row the neighbours stay in the order of their *original* ids, so that the `j`-th
+            neighbour of a node is the same node whatever the partitioning.
+        starts: int64 [K+1].
+        original_id: int64 [N]; node `i` here was node `original_id[i]`. Ascending within a part.
+        facts: how it was made and how good it is.
+        folder: where it is kept, so that other processes can map the same files; None if only in memory.
+    """
+
+    graph: Graph
+    starts: Int64Array
+    original_id: Int64Array
+    facts: PartitionFacts
+    folder: Path | None = None
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.starts) - 1
+
+    @cached_property
+    def part_of(self) -> Int32Array:
+        """int32 [N]: the part of each new id; read-only."""
+        parts = np.repeat(np.arange(self.num_parts, dtype=np.int32), np.diff(self.starts))
+        parts.setflags(write=False)
+        return parts
+
+    @property
+    def in_degrees(self) -> Int64Array:
+        """int64 [N], in new ids."""
+        return self.graph.in_degrees
+
+
+def assign(graph: Graph, method: Method, parts: int, seed: int) -> Int32Array:
+    """The part of each node.
+
+    `metis` keeps neighbours together and the numbers of nodes near equal, `bfs` cuts a breadth-first order of the nodes
+    into equal runs, `random` is the baseline of equal runs in random order. Edges are taken without direction,
+    multiplicity or self loops. With more parts than nodes some parts are empty.
+
+    Returns:
+        int32 [N] in `0..parts-1`.
+
+    Raises:
+        ValueError: for parts below 1, a negative seed, an unknown method, or `metis` where no METIS can be imported.
+    """
+    return _assigner(method, parts, seed).assign(graph, parts, seed)
+
+
+def partition(graph: Graph, method: Method, parts: int, seed: int) -> PartitionedGraph:
+    """Assign nodes as `assign` does and relabel the graph accordingly.
+
+    Raises:
+        ValueError: as `assign`.
+    """
+    return _partition(graph, method, parts, seed, fingerprint(graph, method, parts, seed))
+
+
+def fingerprint(graph: Graph, method: Method, parts: int, seed: int) -> str:
+    """sha256 over what decides a partitioning: the graph's arrays, method, parts, seed and the versions at work."""
+    implementation = _assigner(method, parts, seed).implementation
+    digest = hashlib.sha256()
+    head = [FORMAT, FORMAT_VERSION, graph.name, graph.num_classes, graph.metric, method, implementation, parts, seed]
+    digest.update(json.dumps(head).encode())
+    for name in _GRAPH_ARRAYS:
+        array = np.ascontiguousarray(getattr(graph, name))
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Assigning
+
+
+@dataclass(frozen=True)
+class _Assigner:
+    implementation: str
+    assign: Callable[[Graph, int, int], Int32Array]
+
+
+def _assigner(method: str, parts: int, seed: int) -> _Assigner:
+    if parts < 1:
+        raise ValueError(f"partition parts is {parts}; at least 1 is needed")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"partition seed is {seed}; it must lie in 0..{2**31 - 1}")
+    if method == "random":
+        return _Assigner(f"numpy {np.__version__}", _assign_random)
+    if method == "bfs":
+        import scipy
+
+        return _Assigner(f"scipy {scipy.__version__}", _assign_bfs)
+    if method == "metis":
+        return _metis()
+    raise ValueError(f"partition method is {method!r}; choose one of {', '.join(get_args(Method))}")
+
+
+def _metis() -> _Assigner:
+    """pymetis before dgl: it cuts as well, takes a seed, is imported 30 times faster and prints nothing."""
+    failures: list[str] = []
+    try:
+        import pymetis
+    except (ImportError, OSError) as error:
+        failures.append(f"pymetis: {error}")
+    else:
+        version = getattr(pymetis, "version", getattr(pymetis, "__version__", "of unknown version"))
+        return _Assigner(f"pymetis {version}", partial(_assign_metis, _run_pymetis(pymetis)))
+    try:
+        with _python_output_dropped():
+            import dgl
+    except (ImportError, OSError) as error:
+        failures.append(f"dgl: {error}")
+    else:
+        # dgl hands no seed on to METIS.
+        return _Assigner(f"dgl {dgl.__version__}", partial(_assign_metis, _run_dgl(dgl)))
+    raise ValueError(
+        f"partition method metis needs METIS, and neither library with it can be imported ({'; '.join(failures)}); "
+        "(1) pip install pymetis, or (2) set the method to bfs or random"
+    )
+
+
+def _equal_runs(order: Int64Array, parts: int) -> Int32Array:
+    """Cut `order`, a permutation of the nodes, into `parts` runs whose lengths differ by one at most."""
+    assigned = np.empty(len(order), dtype=np.int32)
+    assigned[order] = np.arange(len(order), dtype=np.int64) * parts // max(len(order), 1)
+    return assigned
+
+
+def _assign_random(graph: Graph, parts: int, seed: int) -> Int32Array:
+    return _equal_runs(np.random.Generator(np.random.Philox(seed)).permutation(graph.num_nodes), parts)
+
+
+def _assign_bfs(graph: Graph, parts: int, seed: int) -> Int32Array:
+    """Breadth-first within each component from a random node of it; components one after the other."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import breadth_first_order, connected_components
+
+    num_nodes = graph.num_nodes
+    indptr, neighbors = _simple_neighbors(graph)
+    # csgraph works on float64 and int32 and would copy anything else.
+    small = neighbors.astype(np.int32) if max(num_nodes, len(neighbors)) < np.iinfo(np.int32).max else neighbors
+    adjacency = csr_array((np.ones(len(small)), small, indptr.astype(small.dtype)), shape=(num_nodes, num_nodes))
+    num_components, component = connected_components(adjacency, directed=False)
+    shuffled = np.random.Generator(np.random.Philox(seed)).permutation(num_nodes)
+    _, first = np.unique(component[shuffled], return_index=True)
+    # One search from a node before all others that leads to every component's start, rather than one per component:
+    # isolated nodes are components too and can be many.
+    num_links = len(small) + num_components
+    rooted = csr_array(
+        (
+            np.ones(num_links),
+            np.concatenate([small, shuffled[first]], dtype=small.dtype, casting="same_kind"),
+            np.concatenate([indptr, [num_links]], dtype=small.dtype, casting="same_kind"),
+        ),
+        shape=(num_nodes + 1, num_nodes + 1),
+    )
+    found = breadth_first_order(rooted, num_nodes, directed=True, return_predecessors=False)[1:].astype(np.int64)
+    return _equal_runs(found[np.argsort(component[found], kind="stable")], parts)
+
+
+def _assign_metis(run: _Metis, graph: Graph, parts: int, seed: int) -> Int32Array:
+    """METIS on the nodes that have neighbours; isolated ones then fill the smallest parts.
+
+    METIS is never asked where it has no choice (one part, as many parts as nodes) or cannot answer (no edges).
+    """
+    num_nodes = graph.num_nodes
+    if parts == 1:
+        return np.zeros(num_nodes, dtype=np.int32)
+    indptr, neighbors = _simple_neighbors(graph)
+    linked = np.flatnonzero(np.diff(indptr))
+    assigned = np.empty(num_nodes, dtype=np.int32)
+    if len(linked) <= parts:
+        assigned[linked] = np.arange(len(linked), dtype=np.int32)
+    else:
+        compact = np.cumsum(np.diff(indptr) > 0) - 1
+        assigned[linked] = run(np.append(indptr[linked], len(neighbors)), compact[neighbors], parts, seed)
+    isolated = np.flatnonzero(np.diff(indptr) == 0)
+    assigned[isolated] = _fill(np.bincount(assigned[linked], minlength=parts), len(isolated))
+    return assigned
+
+
+def _fill(sizes: Int64Array, count: int) -> Int32Array:
+    """int32 [count]: the parts that `count` more nodes go to so that the smallest parts grow first."""
+    ascending = np.sort(sizes)
+    # Raising the k smallest to the level of the next costs k * next - their sum; find how many get raised.
+    cost = np.arange(len(sizes)) * ascending - np.concatenate([[0], np.cumsum(ascending)[:-1]])
+    raised = max(1, int(np.searchsorted(cost, count, side="right")))
+    level, rest = divmod(count + int(ascending[:raised].sum()), raised)
+    wanted = np.maximum(sizes, level)
+    lowest = np.argsort(sizes, kind="stable")[:raised]
+    wanted[lowest[:rest]] += 1
+    return np.repeat(np.arange(len(sizes), dtype=np.int32), wanted - sizes)
+
+
+def _run_pymetis(pymetis: ModuleType) -> _Metis:
+    def run(indptr: Int64Array, neighbors: Int64Array, parts: int, seed: int) -> Int64Array:
+        # Bisection for few parts, as METIS advises, and for tiny ones, where its k-way method leaves many empty.
+        settings = {"options": pymetis.Options(seed=seed), "recursive": parts <= 8 or len(indptr) <= 8 * parts}
+        if hasattr(pymetis, "CSRAdjacency"):  # since 2025.2, which warns about the other form
+            _, assigned = pymetis.part_graph(parts, pymetis.CSRAdjacency(indptr, neighbors), **settings)
+        else:
+            _, assigned = pymetis.part_graph(parts, xadj=indptr, adjncy=neighbors, **settings)
+        return np.asarray(assigned, dtype=np.int64)
+
+    return run
+
+
+def _run_dgl(dgl: ModuleType) -> _Metis:
+    def run(indptr: Int64Array, neighbors: Int64Array, parts: int, seed: int) -> Int64Array:
+        logger.warning("METIS runs through dgl, which takes no seed: partition seed %d has no effect", seed)
+        graph = dgl.graph(("csr", (indptr, neighbors, [])), num_nodes=len(indptr) - 1)
+        with _python_output_dropped():
+            assigned = dgl.metis_partition_assignment(graph, parts)
+        return np.asarray(assigned, dtype=np.int64)
+
+    return run
+
+
+@contextlib.contextmanager
+def _python_output_dropped() -> Any:
+    """dgl prints timings and hints; what its C++ part prints still comes through."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _simple_neighbors(graph: Graph) -> tuple[Int64Array, Int64Array]:
+    """(indptr, neighbors) of the undirected graph without duplicates and self loops, rows ascending."""
+    num_nodes = graph.num_nodes
+    source, destination = edge_list(graph)
+    other = source != destination
+    source, destination = source[other], destination[other]
+    keys = np.concatenate([destination * num_nodes + source, source * num_nodes + destination])
+    keys.sort()
+    keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
+    row_ends = np.arange(num_nodes + 1, dtype=np.int64) * num_nodes
+    indptr = np.searchsorted(keys, row_ends).astype(np.int64)
+    return indptr, keys - np.repeat(row_ends[:-1], np.diff(indptr))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Relabelling
+
+
+def _partition(graph: Graph, method: Method, parts: int, seed: int, graph_fingerprint: str) -> PartitionedGraph:
+    begun = time.perf_counter()
+    assigner = _assigner(method, parts, seed)
+    assigned = assigner.assign(graph, parts, seed)
+    relabelled, starts, original_id = _relabel(graph, assigned, parts)
+    rows = np.diff(starts)
+    edges = np.diff(relabelled.indptr[starts])
+    cut_fraction, halo_rows = _cut_and_halo(relabelled, starts)
+    facts = PartitionFacts(
+        method=method,
+        implementation=assigner.implementation,
+        parts=parts,
+        seed=seed,
+        seconds=time.perf_counter() - begun,
+        fingerprint=graph_fingerprint,
+        cut_fraction=cut_fraction,
+        node_balance=_balance(rows),
+        edge_balance=_balance(edges),
+        rows=tuple(rows.tolist()),
+        edges=tuple(edges.tolist()),
+        halo_rows=halo_rows,
+        empty_parts=int(np.count_nonzero(rows == 0)),
+    )
+    return PartitionedGraph(relabelled, starts, original_id, facts)
+
+
+def _relabel(graph: Graph, assigned: Int32Array, parts: int) -> tuple[Graph, Int64Array, Int64Array]:
+    """(graph in new ids, starts, original ids). Rows move whole, so the order within a row survives."""
+    num_nodes = graph.num_nodes
+    original_id = np.argsort(assigned, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(assigned, minlength=parts))])
+    new_id = np.empty(num_nodes, dtype=graph.indices.dtype)
+    new_id[original_id] = np.arange(num_nodes)
+    degrees = graph.in_degrees[original_id]
+    indptr = np.concatenate([[0], np.cumsum(degrees)])
+    edge_from = np.arange(graph.num_edges) + np.repeat(graph.indptr[:-1][original_id] - indptr[:-1], degrees)
+    relabelled = dataclasses.replace(
+        graph,
+        indptr=indptr,
+        indices=new_id[graph.indices[edge_from]],
+        features=graph.features[original_id],
+        labels=graph.labels[original_id],
+        train_mask=graph.train_mask[original_id],
+        val_mask=graph.val_mask[original_id],
+        test_mask=graph.test_mask[original_id],
+    )
+    return relabelled, starts, original_id
+
+
+def _cut_and_halo(graph: Graph, starts: Int64Array) -> tuple[float, tuple[int, ...]]:
+    """(share of cut edges among those that are no self loops, distinct outside sources of each part)."""
+    num_cut = 0
+    halo_rows = []
+    seen = np.zeros(graph.num_nodes, dtype=np.bool_)
+    for begin, end in itertools.pairwise(starts.tolist()):
+        sources = graph.indices[graph.indptr[begin] : graph.indptr[end]]
+        outside = sources[(sources < begin) | (sources >= end)]
+        num_cut += len(outside)
+        if len(outside) * 32 < graph.num_nodes:
+            halo_rows.append(len(np.unique(outside)))
+        else:  # marking beats sorting unless clearing the marks outweighs it
+            seen[outside] = True
+            halo_rows.append(int(np.count_nonzero(seen)))
+            seen[:] = False
+    source, destination = edge_list(graph)
+    num_edges = int(np.count_nonzero(source != destination))
+    return num_cut / max(num_edges, 1), tuple(halo_rows)
+
+
+def _balance(loads: Int64Array) -> float:
+    return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On disk
+
+
+def save(partitioned: PartitionedGraph, folder: str | Path) -> None:
+    """Write one `.npy` per array and `manifest.json` into `folder`, replacing what is there.
+
+    Everything is written beside it first and then renamed, so that `folder` is either whole or not there.
+    """
+    folder = Path(folder)
+    written = _write_beside(partitioned, folder)
+    try:
+        while not _moved(written, folder):
+            _discard(folder)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def load(folder: str | Path) -> PartitionedGraph:
+    """Open what `save` wrote, arrays memory-mapped copy-on-write (torch warns of read-only ones): files never change.
+
+    Checked are the manifest, every file's size and type, and that ranges and ids are consistent; edges and features are
+    not read.
+
+    Raises:
+        ValueError: if the folder is missing, was not written by `save`, is of another version, or is damaged.
+    """
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT or manifest["format_version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"its format is {manifest['format']!r} version {manifest['format_version']!r}, "
+                f"this program reads {FORMAT!r} version {FORMAT_VERSION}"
+            )
+        arrays = {name: _open_array(folder, name, manifest["arrays"][name]) for name in _DTYPES}
+        facts = _facts_from(manifest["facts"])
+        graph = Graph(
+            name=str(manifest["graph"]["name"]),
+            num_classes=int(manifest["graph"]["num_classes"]),
+            metric=manifest["graph"]["metric"],
+            **{name: arrays[name] for name in _GRAPH_ARRAYS},
+        )
+        partitioned = PartitionedGraph(graph, arrays["starts"], arrays["original_id"], facts, folder)
+        _check_consistent(partitioned)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{folder} holds no usable partition ({reason}); delete the folder and partition the graph again"
+        ) from error
+    return partitioned
+
+
+def load_or_partition(
+    graph: Graph, method: Method, parts: int, seed: int, cache_dir: str | Path
+) -> tuple[PartitionedGraph, bool]:
+    """The partitioning from `cache_dir` if it is there for just this graph, else a new one, which is kept there.
+
+    Several processes may do this at once: each writes apart, the first to finish gets the place, the others use it.
+
+    Returns:
+        The partitioned graph, memory-mapped, and whether it was there already. Why a folder that was there had to be
+        rebuilt is logged as a warning.
+    """
+    wanted = fingerprint(graph, method, parts, seed)
+    label = re.sub(r"[^A-Za-z0-9._-]+", "_", graph.name).lstrip(".") or "graph"
+    folder = Path(cache_dir) / f"{label}-{method}-{parts}-{wanted[:16]}"
+    found = _load_matching(folder, wanted)
+    if isinstance(found, PartitionedGraph):
+        return found, True
+    if folder.exists():
+        logger.warning("partitioning %s again: %s", graph.name, found)
+    partitioned = _partition(graph, method, parts, seed, wanted)
+    written = _write_beside(partitioned, folder)
+    try:
+        for _ in range(8):
+            if _moved(written, folder):
+                break
+            if isinstance(_load_matching(folder, wanted), PartitionedGraph):
+                break  # another process was first
+            _discard(folder)
+        kept = _load_matching(folder, wanted)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+    if isinstance(kept, PartitionedGraph):
+        return kept, False
+    logger.warning("the partition of %s is used without being kept: %s", graph.name, kept)
+    return partitioned, False
+
+
+def _load_matching(folder: Path, wanted: str) -> PartitionedGraph | str:
+    """What `folder` holds if its fingerprint is `wanted`, else the reason why not."""
+    try:
+        partitioned = load(folder)
+    except ValueError as error:
+        return str(error)
+    if partitioned.facts.fingerprint != wanted:
+        return f"{folder} is stale: it was made from another graph, seed or version"
+    return partitioned
+
+
+def _write_beside(partitioned: PartitionedGraph, folder: Path) -> Path:
+    """Write everything into a new folder next to `folder` and return that."""
+    written = _aside(folder, "writing")
+    written.mkdir(parents=True)
+    try:
+        graph = partitioned.graph
+        arrays = {name: np.ascontiguousarray(getattr(graph, name)) for name in _GRAPH_ARRAYS}
+        arrays |= {"starts": partitioned.starts, "original_id": partitioned.original_id}
+        for name, array in arrays.items():
+            np.save(written / f"{name}.npy", array, allow_pickle=False)
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "graph": {"name": graph.name, "num_classes": graph.num_classes, "metric": graph.metric},
+            "arrays": {name: {"shape": a.shape, "dtype": a.dtype.name} for name, a in arrays.items()},
+            "facts": partitioned.facts.as_dict(),  # with the fingerprint
+        }
+        (written / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(written, ignore_errors=True)
+        raise
+    return written
+
+
+def _aside(folder: Path, purpose: str) -> Path:
+    """A path next to `folder` that no other process uses; hidden, so that it is not taken for a partition."""
+    return folder.parent / f".{folder.name}.{purpose}-{uuid.uuid4().hex}"
+
+
+def _moved(written: Path, folder: Path) -> bool:
+    """Rename `written` to `folder`; False if something is there already."""
+    try:
+        os.rename(written, folder)
+    except OSError:
+        if not os.path.lexists(folder):
+            raise
+        return False
+    return True
+
+
+def _discard(folder: Path) -> None:
+    """Take `folder` out of the way in one step, then delete it. Fine if another process has just done so."""
+    unwanted = _aside(folder, "unwanted")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, unwanted)
+        if unwanted.is_dir() and not unwanted.is_symlink():
+            shutil.rmtree(unwanted, ignore_errors=True)
+        else:
+            unwanted.unlink()
+
+
+def _open_array(folder: Path, name: str, described: dict[str, Any]) -> npt.NDArray[Any]:
+    path = folder / f"{name}.npy"
+    is_empty = 0 in described["shape"]  # a file without content cannot be mapped
+    try:
+        array: npt.NDArray[Any] = np.load(path, mmap_mode=None if is_empty else "c", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    if array.dtype.name != described["dtype"] or array.dtype.name not in _DTYPES[name]:
+        raise ValueError(f"{path.name} is {array.dtype.name}; the manifest says {described['dtype']}")
+    if list(array.shape) != described["shape"]:
+        raise ValueError(f"{path.name} has shape {list(array.shape)}; the manifest says {described['shape']}")
+    if isinstance(array, np.memmap) and array.offset + array.nbytes != path.stat().st_size:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {array.offset + array.nbytes}")
+    return array
+
+
+def _facts_from(stored: dict[str, Any]) -> PartitionFacts:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
+    return PartitionFacts(**values)
+
+
+def _check_consistent(partitioned: PartitionedGraph) -> None:
+    """Raise where arrays that were each read well do not belong together."""
+    graph, starts, original_id = partitioned.graph, partitioned.starts, partitioned.original_id
+    num_nodes = graph.num_nodes
+    per_node = [original_id, *(getattr(graph, name) for name in _GRAPH_ARRAYS if name not in ("indptr", "indices"))]
+    if any(len(array) != num_nodes for array in per_node):
+        raise ValueError(f"its arrays have {sorted({len(array) for array in per_node})} rows for {num_nodes} nodes")
+    for name, ranges, total in (("indptr", graph.indptr, graph.num_edges), ("starts", starts, num_nodes)):
+        if ranges[0] != 0 or ranges[-1] != total or (ranges[1:] < ranges[:-1]).any():
+            raise ValueError(f"{name}.npy does not divide 0..{total} into ranges")
+    if len(starts) - 1 != partitioned.facts.parts:
+        raise ValueError(f"starts.npy has {len(starts) - 1} parts, the manifest {partitioned.facts.parts}")
+    seen = np.zeros(num_nodes, dtype=np.bool_)
+    seen[original_id[(original_id >= 0) & (original_id < num_nodes)]] = True
+    if not seen.all():
+        raise ValueError(f"original_id.npy does not name node {int(np.argmin(seen))}")

@@ -1,0 +1,79 @@
+"""Parses the command line and dispatches, nothing else. It is launched, by python, deepspeed or torchrun; never spawns.
+
+The work is in `gtx/`: `train.py`, `show.py` and `report.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. `--local_rank` is what deepspeed puts before the subcommand; ranks come from the environment."""
+    top = argparse.ArgumentParser(prog="launch.py", description="Train graph transformers under parallel plans.")
+    top.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    commands = top.add_subparsers(dest="command", required=True, metavar="train | partition | plan | report")
+    with_config = argparse.ArgumentParser(add_help=False)
+    with_config.add_argument("config", type=Path, help="a YAML file, see configs/")
+    with_config.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    train = commands.add_parser("train", parents=[with_config], help="train, evaluate, and write a run folder")
+    train.add_argument("--run-dir", type=Path, help="the run folder; default runs/<name>-<date>-<time>")
+    commands.add_parser("partition", parents=[with_config], help="cut the graph and keep the partition")
+    plan = commands.add_parser("plan", parents=[with_config], help="show the plan a run would have; train nothing")
+    plan.add_argument("--world-size", type=int, default=2, help="ranks to plan for; default 2")
+    plan.add_argument("--out", type=Path, help="write the plan as JSON, to edit and pass as plan.file")
+    report = commands.add_parser("report", help="print a run's strategy report as tables")
+    report.add_argument("run_dir", type=Path)
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0, 2 for what the user can mend (one line says what), 1 for anything else (with a traceback)."""
+    options = parser().parse_args(arguments)
+    rank = os.environ.get("RANK", "0")
+    try:
+        if options.command == "report":
+            from gtx.report import print_run
+
+            print_run(options.run_dir)
+            return 0
+        from gtx.config import load_config
+
+        config = load_config(options.config, options.overrides)
+        if options.command == "train":
+            from gtx.train import run_training
+
+            run_training(config, options.run_dir, shlex.join(["launch.py", *arguments]))
+        elif options.command == "partition":
+            from gtx.show import show_partition
+
+            show_partition(config)
+        else:
+            from gtx.show import show_plan
+
+            show_plan(config, options.world_size, options.out)
+        return 0
+    except ValueError as error:
+        print(f"gtx: {error}", file=sys.stderr, flush=True)
+        status = 2
+    except Exception as error:
+        from gtx.parallel.exchange import ExchangeError
+
+        if isinstance(error, ExchangeError):
+            print(f"gtx: rank {rank}: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"gtx: rank {rank} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        status = 1
+    # Peers may be waiting in background threads of this process: leave without joining them.
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""Measures: the seconds of a step by phase, bytes by kind of exchange, memory, and where the figures are written.
+
+Knows nothing above it: no plan, no process group. To see all ranks it is handed a `gather`.
+"""
+
+from monitor.memory import current_memory_bytes, memory_source, peak_memory_bytes, reset_peak_memory
+from monitor.records import (
+    EXCHANGE_KINDS,
+    PHASES,
+    ExchangeRecord,
+    Gather,
+    StepRecord,
+    gather_steps,
+    json_number,
+    slowest_rank,
+)
+from monitor.sinks import METRICS_COLUMNS, CsvSink, JsonlSink, ProgressBar, TensorBoardSink, read_steps
+from monitor.timers import PhaseTimer
+
+__all__ = [
+    "EXCHANGE_KINDS",
+    "METRICS_COLUMNS",
+    "PHASES",
+    "CsvSink",
+    "ExchangeRecord",
+    "Gather",
+    "JsonlSink",
+    "PhaseTimer",
+    "ProgressBar",
+    "StepRecord",
+    "TensorBoardSink",
+    "current_memory_bytes",
+    "gather_steps",
+    "json_number",
+    "memory_source",
+    "peak_memory_bytes",
+    "read_steps",
+    "reset_peak_memory",
+    "slowest_rank",
+]

@@ -1,0 +1,41 @@
+"""Sparse kernels for graph transformers: patterns, attention, aggregation, neighbour sampling, keyed randomness.
+
+Knows tensors and no ranks; imports nothing of the project outside itself.
+"""
+
+from sparse_engine.aggregate import aggregate
+from sparse_engine.attention import BACKENDS, resolve_backend, sparse_attention
+from sparse_engine.keyed import (
+    PURPOSE_DROPOUT,
+    PURPOSE_FEATURES,
+    PURPOSE_INIT,
+    PURPOSE_SAMPLING,
+    PURPOSE_SHUFFLE,
+    keyed_dropout,
+    keyed_permutation,
+    keys,
+    subkeys,
+    uniform,
+)
+from sparse_engine.pattern import SparsePattern
+from sparse_engine.sampler import Sample, sample_neighbors
+
+__all__ = [
+    "BACKENDS",
+    "PURPOSE_DROPOUT",
+    "PURPOSE_FEATURES",
+    "PURPOSE_INIT",
+    "PURPOSE_SAMPLING",
+    "PURPOSE_SHUFFLE",
+    "Sample",
+    "SparsePattern",
+    "aggregate",
+    "keyed_dropout",
+    "keyed_permutation",
+    "keys",
+    "resolve_backend",
+    "sample_neighbors",
+    "sparse_attention",
+    "subkeys",
+    "uniform",
+]
