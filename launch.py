@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. `--local_rank` is what deepspeed puts before the subcommand; ranks come from the environment."""
+    """The command line. deepspeed puts `--local_rank` before the subcommand; ranks come from the environment."""
     top = argparse.ArgumentParser(prog="launch.py", description="Train graph transformers under parallel plans.")
     top.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = top.add_subparsers(dest="command", required=True, metavar="train | partition | plan | report")
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"gtx: {error}", file=sys.stderr, flush=True)
         status = 2
     except Exception as error:
-        from gtx.parallel.exchange import ExchangeError
+        from gtx.parallel.world import ExchangeError
 
         if isinstance(error, ExchangeError):
             print(f"gtx: rank {rank}: {error}", file=sys.stderr, flush=True)

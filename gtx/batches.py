@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gtx.config import BatchConfig
+from gtx.config import BatchConfig, SamplingConfig
 from gtx.partition import PartitionedGraph
 from sparse_engine.keyed import PURPOSE_SHUFFLE, keyed_permutation
 
@@ -37,7 +37,7 @@ class MicroBatch:
 class Batch:
     """All micro-batches of one optimizer step (or of one evaluation).
 
-    step: keys every draw. fanout: sampled in-edges a layer, None for all.
+    step: keys every draw (0 throughout where edges are drawn once). fanout: sampled in-edges a layer, None for all.
     fixed: the same rows and edges at every step, so that what was compiled can be kept.
     """
 
@@ -55,8 +55,12 @@ class Batch:
 class BatchPlanner:
     """Says which micro-batches each optimizer step holds: shuffled by key, every target once an epoch."""
 
-    def __init__(self, graph: PartitionedGraph, config: BatchConfig, fanout: tuple[int | None, ...], seed: int):
-        self.graph, self.config, self.fanout, self.seed = graph, config, fanout, seed
+    def __init__(
+        self, graph: PartitionedGraph, config: BatchConfig, sampling: SamplingConfig, num_layers: int, seed: int
+    ):
+        self.graph, self.config, self.seed = graph, config, seed
+        self.fanout = sampling.per_layer(num_layers)
+        self.redraws = sampling.redraw == "step" and any(f is not None for f in self.fanout)
         train = np.asarray(graph.graph.train_mask)
         self.train = np.flatnonzero(train).astype(np.int64)
         self.everything = MicroBatch(np.arange(graph.graph.num_nodes, dtype=np.int64), self.train)
@@ -88,8 +92,8 @@ class BatchPlanner:
             batches = [self.everything]
         else:
             batches = [self._cut(epoch, i) for i in indices]
-        fixed = self.config.kind == "full" and all(f is None for f in self.fanout)
-        return Batch(step, tuple(batches), self.fanout, self.seed, fixed)
+        fixed = self.config.kind == "full" and not self.redraws
+        return Batch(step if self.redraws else 0, tuple(batches), self.fanout, self.seed, fixed)
 
     def _cut(self, epoch: int, index: int) -> MicroBatch:
         if self.config.kind == "cluster":

@@ -78,9 +78,13 @@ class BatchConfig(_Section):
 
 
 class SamplingConfig(_Section):
-    """fanout: in-edges drawn per destination and step: one number, one per layer, or null for all edges."""
+    """fanout: in-edges drawn per destination: one number, one per layer, or null for all edges.
+
+    redraw: draw anew at every `step`, or `once`, the same edges all along.
+    """
 
     fanout: Positive | tuple[Positive | None, ...] | None = None
+    redraw: Literal["step", "once"] = "step"
 
     def per_layer(self, num_layers: int) -> tuple[int | None, ...]:
         """The fan-out of each layer. Raises ValueError when the list has another length."""
@@ -182,7 +186,9 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        self.sampling.per_layer(self.model.layers)
+        fanouts = self.sampling.per_layer(self.model.layers)
+        if self.sampling.redraw == "once" and all(fanout is None for fanout in fanouts):
+            raise ValueError("sampling.redraw once has no effect without sampling.fanout; set a fanout")
         if self.batch.kind == "full" and self.batch.micro_batches * self.batch.accumulation > 1:
             raise ValueError(
                 f"batch.micro_batches {self.batch.micro_batches} times batch.accumulation {self.batch.accumulation} "

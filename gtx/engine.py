@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from gtx.config import EngineConfig
@@ -48,15 +49,11 @@ def make_optimizer(config: EngineConfig, parameters: list[nn.Parameter]) -> torc
     """The optimizer the config names, as torch has it."""
     match config.optimizer:
         case "adamw":
-            return torch.optim.AdamW(
-                parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-            )
+            return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
         case "adam":
             return torch.optim.Adam(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
         case "sgd":
-            return torch.optim.SGD(
-                parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-            )
+            return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
 class TorchEngine:
@@ -145,7 +142,7 @@ class DeepSpeedEngine:
 
         Raises ValueError with one line for a precision that the device lacks or a key that DeepSpeed refuses.
         """
-        deepspeed = import_deepspeed(world.device)
+        deepspeed = import_deepspeed(world)
         accelerator = deepspeed.accelerator.get_accelerator()
         if config.precision == "fp16" and not accelerator.is_fp16_supported():
             raise ValueError("engine.precision fp16 is not supported by this device; use bf16 or float32")
@@ -163,8 +160,8 @@ class DeepSpeedEngine:
                 config=deepspeed_dict(config),
                 dist_init_required=False,
             )
-        except (deepspeed.runtime.config_utils.ValidationError, deepspeed.DeepSpeedConfigError) as error:
-            raise ValueError(f"engine.deepspeed: {str(error).strip().splitlines()[0]}") from None
+        except (ValidationError, deepspeed.DeepSpeedConfigError) as error:
+            raise ValueError(f"engine.deepspeed: {' '.join(str(error).split())}") from None
 
     def _optimizer(self, parameters: list[nn.Parameter], say: Callable[[str], None]) -> torch.optim.Optimizer:
         """torch's optimizer, or DeepSpeed's CPU Adam where the optimizer is offloaded and a compiler is there."""
@@ -204,14 +201,17 @@ class DeepSpeedEngine:
         return float(self.engine.get_lr()[0])
 
 
-def import_deepspeed(device: torch.device) -> Any:
+def import_deepspeed(world: World) -> Any:
     """DeepSpeed, quiet, and without the shared-memory op that only its inference needs (minutes of compilation)."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    os.environ.setdefault("LOCAL_RANK", str(world.device.index or 0))  # it insists, also under plain python
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
         import deepspeed.accelerator
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed 0.19.8 calls collectives that torch 2.13 renamed; nothing a user could mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 

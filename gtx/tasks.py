@@ -23,7 +23,9 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(wide, labels, reduction="sum")
 
 
-def score(metric: Metric, predictions: Sequence[npt.NDArray[np.float64]], labels: npt.NDArray[np.int64]) -> float | None:
+def score(
+    metric: Metric, predictions: Sequence[npt.NDArray[np.float64]], labels: npt.NDArray[np.int64]
+) -> float | None:
     """The score of one split in percent, or None where it is not defined (no node, or one class only for ROC AUC).
 
     predictions: blocks `[n_i, classes]` of logits whose rows together match `labels [n]`.

@@ -11,11 +11,11 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from gtx.datasets import load_graph
 from gtx.engine import make_engine
 from gtx.graphs import GraphSummary, summarize
 from gtx.models import GraphModel
-from gtx.parallel.compiler import CompiledBatch, Compiler
+from gtx.parallel.compiled import CompiledBatch
+from gtx.parallel.compiler import Compiler
 from gtx.parallel.executor import Executor, StepResult
 from gtx.parallel.world import World, join_world, launched_ranks, leave_world
 from gtx.partition import PartitionedGraph, load, load_or_partition
@@ -99,9 +100,9 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
             error = str(problem)
     folder = made.partitioned.folder if made else None
     facts = world.gather_facts((host, local_rank, error, folder, (made.summary, made.reused) if made else None))
-    for _, _, problem, _, _ in facts:
-        if problem is not None:
-            raise ValueError(problem)
+    for fact in facts:
+        if fact[2] is not None:
+            raise ValueError(fact[2])
     if made is not None:
         return made
     first = next(fact for fact in facts if fact[0] == host and fact[1] == 0)
@@ -136,7 +137,8 @@ def make_plan(config: Config, graph: PartitionedGraph, world_size: int) -> Plan:
         )
     if made.num_layers != config.model.layers:
         raise ValueError(
-            f"plan.file {plan.file} has {made.num_layers} layers, model.layers is {config.model.layers}; make them equal"
+            f"plan.file {plan.file} has {made.num_layers} layers, model.layers is {config.model.layers}; "
+            "make them equal"
         )
     if made.num_partitions != graph.num_parts:
         raise ValueError(
@@ -165,6 +167,14 @@ class Prefetcher:
         self._ahead: dict[int, Future[CompiledBatch]] = {}
         self._kept: CompiledBatch | None = None  # batches that every step repeats are compiled once
 
+    def _compile(self, batch: Batch) -> CompiledBatch:
+        compiled = self.compiler.compile(batch)
+        for wave in compiled.waves:
+            for layer in wave.layers:
+                for edges in layer.edges:
+                    edges.pattern.transpose()  # backward needs it: here it costs the step nothing
+        return compiled
+
     def evaluation(self, batch: Batch) -> CompiledBatch:
         """Compile a batch outside the sequence of steps; the same call on every rank."""
         return self._pool.submit(self.compiler.compile, batch).result()
@@ -174,13 +184,13 @@ class Prefetcher:
         batch = self.batches.step(step)
         if batch.fixed:
             if self._kept is None:
-                self._kept = self._pool.submit(self.compiler.compile, batch).result()
+                self._kept = self._pool.submit(self._compile, batch).result()
             return batch, self._kept
         if step not in self._ahead:
-            self._ahead[step] = self._pool.submit(self.compiler.compile, batch)
+            self._ahead[step] = self._pool.submit(self._compile, batch)
         compiled = self._ahead.pop(step).result()
         if step + 1 < self.num_steps:
-            self._ahead[step + 1] = self._pool.submit(self.compiler.compile, self.batches.step(step + 1))
+            self._ahead[step + 1] = self._pool.submit(self._compile, self.batches.step(step + 1))
         return batch, compiled
 
     def close(self) -> None:
@@ -221,7 +231,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
 
     Raises ValueError with one line for what the user can mend.
     """
-    started = datetime.now(UTC)
+    started = datetime.now(timezone.utc)
     with joined(config) as world:
         loud = say if world.rank == 0 else _silent
         loaded = load_partitioned(config, world)
@@ -229,7 +239,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
         tell_graph(loaded, loud)
         plan = make_plan(config, graph, world.size)
         backend = resolve_backend(config.model.backend, world.device, torch.float32)
-        batches = BatchPlanner(graph, config.batch, config.sampling.per_layer(config.model.layers), config.seed)
+        batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
         num_steps = config.train.steps or (config.train.epochs or 0) * batches.steps_per_epoch
         torch.manual_seed(config.seed)
         model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
@@ -262,7 +272,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
         devices = world.gather_facts(_device(world))
         if world.rank != 0:
             return {}
-        finished = datetime.now(UTC)
+        finished = datetime.now(timezone.utc)
         report = build_report(
             run={
                 "name": config.name,
@@ -411,7 +421,7 @@ class Sinks:
         self._board = TensorBoardSink(run_dir / "tensorboard") if config.monitor.tensorboard else None
         self._bar = ProgressBar(num_steps) if config.monitor.progress else None
 
-    def write(self, records: list[StepRecord], scores: dict[str, float | None]) -> None:
+    def write(self, records: Sequence[StepRecord], scores: dict[str, float | None]) -> None:
         """One step: the records of all ranks, and scores where it ended with an evaluation."""
         first = records[0]
         slowest_s = max(record.wall_s for record in records)

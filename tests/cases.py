@@ -78,7 +78,7 @@ def rig(world: World, graph: PartitionedGraph, plan: Plan, settings: dict[str, A
     )
     homes = np.array(deal(np.diff(graph.starts).tolist(), world.size))
     compiler = Compiler(graph, plan, world, config.model.heads, homes)
-    batches = BatchPlanner(graph, config.batch, config.sampling.per_layer(config.model.layers), config.seed)
+    batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
     return Rig(config, graph, world, plan, engine, executor, compiler, batches, timer)
 
 

@@ -69,7 +69,9 @@ _pool = _Pool()
 atexit.register(_pool.close)
 
 
-def run_ranks(fn: Callable[..., Any], size: int, *args: Any, hang_s: float = 60.0, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], size: int, *args: Any, hang_s: float = 60.0, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """Results of `fn(world, *args)` in rank order.
 
     hang_s: how long a rank waits for its peers. Raises AssertionError with every rank's traceback when one fails or

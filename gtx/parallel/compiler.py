@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from gtx.batches import Batch
+from gtx.parallel.compiled import CompiledBatch, CompiledLayer, CompiledWave, EdgeSlot, Ids, Reduction
 from gtx.parallel.exchange import Block, Route, Slot
 from gtx.parallel.world import World
 from gtx.partition import PartitionedGraph
@@ -28,149 +29,7 @@ from scheduler.plan import HeadRange, Plan, head_ranges, head_slices, moves_betw
 from sparse_engine import SparsePattern, sample_neighbors
 from sparse_engine.keyed import PURPOSE_SAMPLING, keys
 
-Ids = npt.NDArray[np.int64]
-
 _SCRATCH_LIMIT = 1 << 27  # keys; beyond it positions are found by search instead of by table
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeSlot:
-    """The edges that this rank attends with one head range.
-
-    pattern: CSR, rows = destinations that arrived by `q`, columns = sources that arrived by `kv`.
-    degrees: in-degree of each destination in the whole graph `[rows]`, float64, so that means over a sample can be
-        scaled up. inclusion: probability `[rows]` of each attended in-edge of that row.
-    """
-
-    heads: HeadRange
-    pattern: SparsePattern
-    degrees: torch.Tensor
-    inclusion: torch.Tensor
-
-    def to(self, device: torch.device) -> EdgeSlot:
-        return replace(
-            self,
-            pattern=self.pattern.to(device),
-            degrees=self.degrees.to(device),
-            inclusion=self.inclusion.to(device),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Reduction:
-    """How partial sums, one row per micro-batch of the wave, become totals among the ranks that own rows of it.
-
-    route: passes partial sums on; they arrive in rank order, so that every owner adds up the same bits.
-    rows: the micro-batch of each arriving row. src_totals, dst_totals: rows of each over all ranks, float64 `[Mw]`.
-    reporters: for each micro-batch whether this rank reports its statistics (its first owner does).
-    """
-
-    route: Route
-    rows: torch.Tensor
-    src_totals: torch.Tensor
-    dst_totals: torch.Tensor
-    reporters: tuple[bool, ...]
-
-    def to(self, device: torch.device) -> Reduction:
-        return replace(
-            self,
-            route=self.route.to(device),
-            rows=self.rows.to(device),
-            src_totals=self.src_totals.to(device),
-            dst_totals=self.dst_totals.to(device),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledLayer:
-    """One layer of one wave on this rank.
-
-    sources: original ids `[n_src]` of the rows this rank owns; row-wise work runs on them. degrees: their in-degrees in
-    the whole graph, float64 `[n_src]`.
-    destinations: positions `[n_dst]` of the rows that live on after the layer, or None for all of them.
-    q, kv, o: the routes; `move` follows the layer where rows change owner, else None.
-    edges: one entry per slot of `q` and `kv`.
-    src_splits, dst_splits: rows of each micro-batch of the wave on this rank, `[Mw]`.
-    reduction: sums over the rows of a micro-batch on all ranks; known once all layers are compiled.
-    """
-
-    sources: torch.Tensor
-    degrees: torch.Tensor
-    destinations: torch.Tensor | None
-    q: Route
-    kv: Route
-    o: Route
-    move: Route | None
-    edges: tuple[EdgeSlot, ...]
-    src_splits: tuple[int, ...]
-    dst_splits: tuple[int, ...]
-    reduction: Reduction | None = None
-
-    @property
-    def num_src(self) -> int:
-        return self.kv.num_rows
-
-    @property
-    def num_dst(self) -> int:
-        return self.q.num_rows
-
-    def to(self, device: torch.device) -> CompiledLayer:
-        if device.type == "cpu":
-            return self
-        return replace(
-            self,
-            sources=self.sources.to(device),
-            degrees=self.degrees.to(device),
-            destinations=None if self.destinations is None else self.destinations.to(device),
-            q=self.q.to(device),
-            kv=self.kv.to(device),
-            o=self.o.to(device),
-            move=None if self.move is None else self.move.to(device),
-            edges=tuple(e.to(device) for e in self.edges),
-            reduction=None if self.reduction is None else self.reduction.to(device),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledWave:
-    """One wave on this rank.
-
-    micro_batches: their numbers in the step. stored: ids of the feature rows that this rank holds and that somebody
-    needs, in the order of `fetch`. target_rows: positions of target rows among the final rows; target_nodes: their ids.
-    """
-
-    index: int
-    micro_batches: range
-    layers: tuple[CompiledLayer, ...]
-    stored: Ids
-    fetch: Route
-    target_rows: torch.Tensor
-    target_nodes: Ids
-
-    def to(self, device: torch.device) -> CompiledWave:
-        if device.type == "cpu":
-            return self
-        layers = tuple(layer.to(device) for layer in self.layers)
-        return replace(self, layers=layers, fetch=self.fetch.to(device), target_rows=self.target_rows.to(device))
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledBatch:
-    """All waves of a step on this rank, with what they amount to.
-
-    rows: row-layers owned by this rank. edges: edge-layers attended, a head slice counting as its share of the heads.
-    edges_whole: the same without sampling or dropped edges. sampling_s, compiling_s: seconds that making this took.
-    """
-
-    step: int
-    waves: tuple[CompiledWave, ...]
-    num_micro_batches: int
-    num_targets: int
-    rows: int
-    edges: float
-    edges_whole: float
-    sampling_s: float
-    compiling_s: float
 
 
 @dataclass
@@ -209,7 +68,7 @@ class Compiler:
         self._positions = np.empty(0, dtype=np.int32)
         self._columns = np.empty(0, dtype=np.int32)
 
-    # Ownership ---------------------------------------------------------------------------------------------------------
+    # Ownership --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _split_owner(self) -> npt.NDArray[np.int64]:
@@ -251,10 +110,14 @@ class Compiler:
         bounds = np.arange(len(state.numbers) + 1, dtype=np.int64) * self.num_nodes
         return np.diff(np.searchsorted(rows, bounds))
 
-    # Compiling ---------------------------------------------------------------------------------------------------------
+    # Compiling --------------------------------------------------------------------------------------------------------
 
     def compile(self, batch: Batch) -> CompiledBatch:
         """Compile one batch; a collective over all ranks."""
+        with self.world.meeting(f"the id exchange of step {batch.step}"):
+            return self._compile(batch)
+
+    def _compile(self, batch: Batch) -> CompiledBatch:
         begin = time.perf_counter()
         self._sampling_s = 0.0
         num_layers = self.plan.num_layers
@@ -324,9 +187,7 @@ class Compiler:
             for w, state in enumerate(states)
         ]
         self._sampling_s += time.perf_counter() - begin
-        needs = [
-            [self._needs(state, drawn[w][s], layer) for s in range(num_slots)] for w, state in enumerate(states)
-        ]
+        needs = [[self._needs(state, drawn[w][s], layer) for s in range(num_slots)] for w, state in enumerate(states)]
         asked = self._exchange_ids(needs, num_slots)
 
         # 4. The rows of this layer's input boundary, and the routes among them.
@@ -430,7 +291,7 @@ class Compiler:
             indices = neighbours.indices[torch.from_numpy(kept)]
             rows_at = None
         sample = sample_neighbors(indptr, indices, rows_at, fanout, draws)
-        sources = sample.indices.numpy()
+        sources: Ids = sample.indices.numpy()
         if local is not None:
             sources = sources + np.repeat(local, np.diff(sample.indptr.numpy())) * self.num_nodes
         degrees = self.degrees[nodes].astype(np.float64)
@@ -458,7 +319,7 @@ class Compiler:
         return [needed[owner == peer] for peer in range(self.world.size)]
 
     def _input_rows(self, batch: Batch, state: _WaveState, asked: Sequence[Sequence[Ids]]) -> Ids:
-        """Rows this rank owns at the input of the layer: those of the output, and in growing micro-batches the asked."""
+        """Rows this rank owns before the layer: those after it and, in growing micro-batches, the asked ones."""
         if not batch.micro_batches[state.numbers[0]].grows:
             return state.dst
         return np.unique(np.concatenate([state.dst, *(rows for slot in asked for rows in slot)]))
@@ -602,7 +463,7 @@ class Compiler:
         )
         return replace(layer, reduction=reduction)
 
-    # Tables and ids ----------------------------------------------------------------------------------------------------
+    # Tables and ids ---------------------------------------------------------------------------------------------------
 
     def _table_of(self, rows: Ids, num_micro_batches: int) -> Callable[[Ids], Ids]:
         """A function from keys to their positions in `rows`; every key asked for must be there."""
@@ -663,7 +524,7 @@ class _Drawn:
     """Edges of one head range: CSR over attended rows with sources as keys."""
 
     indptr: torch.Tensor
-    sources: npt.NDArray[np.integer]
+    sources: Ids
     degrees: torch.Tensor
     inclusion: torch.Tensor
     num_edges_whole: float
@@ -675,4 +536,3 @@ class _Drawn:
     @property
     def num_edges(self) -> int:
         return len(self.sources)
-

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gtx.parallel.compiler import CompiledLayer, CompiledWave, EdgeSlot
+from gtx.parallel.compiled import CompiledLayer, CompiledWave, EdgeSlot
 from gtx.parallel.exchange import Channel, Flight, Route, gather_finish, gather_start, scatter
 from scheduler.plan import Checkpointing
 from sparse_engine import aggregate, keyed_dropout, sparse_attention
@@ -77,7 +77,7 @@ class LayerContext:
         self.replaying = False
         self.token = torch.empty(0)
 
-    # Facts -------------------------------------------------------------------------------------------------------------
+    # Facts ------------------------------------------------------------------------------------------------------------
 
     @property
     def training(self) -> bool:
@@ -102,7 +102,7 @@ class LayerContext:
         rows = self._compiled.destinations
         return x if rows is None else x.index_select(0, rows)
 
-    # Row-wise work that is not plain tensor code -----------------------------------------------------------------------
+    # Row-wise work that is not plain tensor code ----------------------------------------------------------------------
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Dropout of `x [n_src or n_dst, C]`, keyed by node, column and the call's place in the layer."""
@@ -116,7 +116,7 @@ class LayerContext:
             self._keys[after] = keys(self._runtime.seed, PURPOSE_DROPOUT, self._runtime.step, self._layer, nodes)
         return keyed_dropout(x, p, subkeys(self._keys[after], draw))
 
-    # Edge-wise work ----------------------------------------------------------------------------------------------------
+    # Edge-wise work ---------------------------------------------------------------------------------------------------
 
     def start_sources(self, x: Tensor) -> Sources:
         """Start to pass source rows `x [n_src, T, H, d]` on; row-wise work may go on until `edgewise` needs them."""
@@ -193,7 +193,7 @@ class LayerContext:
         degrees = self._compiled.degrees
         return degrees if before else self.destinations(degrees)
 
-    # Global reductions -------------------------------------------------------------------------------------------------
+    # Global reductions ------------------------------------------------------------------------------------------------
 
     def splits(self, x: Tensor) -> tuple[int, ...]:
         """Rows of each micro-batch among the rows of `x` (`n_src` or `n_dst` of them)."""
@@ -206,7 +206,7 @@ class LayerContext:
         return reduction.dst_totals if x.shape[0] == self.num_dst else reduction.src_totals
 
     def micro_batch_sum(self, x: Tensor) -> Tensor:
-        """The sum `[Mw, ...]` over all rows of each micro-batch, wherever they are; meaningful where this rank owns some.
+        """The sum `[Mw, ...]` over all rows of each micro-batch, right where this rank owns some of them.
 
         x: `[n_src or n_dst, ...]`. Partial sums are added in rank order: the same bits on every rank.
         """
@@ -239,7 +239,7 @@ class LayerContext:
                 key = (norm, self._micro_batches[i])
                 self._runtime.statistics.found[key] = (mean[i].detach(), variance[i].detach())
 
-    # Moving on ---------------------------------------------------------------------------------------------------------
+    # Moving on --------------------------------------------------------------------------------------------------------
 
     def move(self, x: Tensor) -> Tensor:
         """Hand rows `[n_dst, C]` to the owners of the next layer, where the plan changes them."""
@@ -248,7 +248,7 @@ class LayerContext:
         (rows,) = self._finish(self._start(self._compiled.move, x[:, None, None, :]))
         return rows.flatten(1)
 
-    # Exchanges, and their replay in recomputation ----------------------------------------------------------------------
+    # Exchanges, and their replay in recomputation ---------------------------------------------------------------------
 
     @contextmanager
     def keep(self) -> Iterator[None]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -106,59 +106,66 @@ class Route:
         return replace(self, sends=sends, slots=slots)
 
 
-class ExchangeError(RuntimeError):
-    """An exchange did not finish: names it and the ranks that did not arrive."""
+class _Sent(NamedTuple):
+    """A message on its way: its tensor must live until the peer has taken it."""
+
+    number: int
+    work: Any
+    tensor: Tensor
+    peer: int
+    label: str
 
 
-@dataclass
 class Channel:
     """This rank's end of all exchanges: posts messages, waits for them, counts bytes and seconds.
 
-    Sends are not waited for where they are posted, only kept until they are done, so that a pipeline stage can go on.
+    Sends are not waited for where they are posted, so that a pipeline stage can go on. They are let go once a later
+    message of the peer shows that it was past them, at the latest by `drain`.
     """
 
-    world: World
-    timer: Timer
-    outbox: list[tuple[Any, Tensor, int, str]] = field(default_factory=list)
+    def __init__(self, world: World, timer: Timer):
+        self.world, self.timer = world, timer
+        self._number = 0  # exchanges so far, the same on every rank
+        self._outbox: list[_Sent] = []
 
-    def post(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], label: str) -> list[Any]:
-        """Post all messages of one exchange; returns the pending receives as (peer, work)."""
-        group = self.world.rows_group
+    def post(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], label: str
+    ) -> list[tuple[int, int, Any]]:
+        """Post all messages of one exchange; returns the pending receives as (number of the exchange, peer, work)."""
+        group, self._number = self.world.rows_group, self._number + 1
         if self.world.device.type == "cuda":
             ops = [dist.P2POp(dist.irecv, t, peer, group) for peer, t in recvs]
             ops += [dist.P2POp(dist.isend, t, peer, group) for peer, t in sends]
             works = dist.batch_isend_irecv(ops) if ops else []
-            return [(peer, work) for peer, _ in recvs[:1] for work in works]
-        pending = [(peer, dist.irecv(t, peer, group)) for peer, t in recvs]
-        self.outbox = [entry for entry in self.outbox if not entry[0].is_completed()]
+            return [(self._number, peer, work) for peer, _ in recvs[:1] for work in works]
+        pending = [(self._number, peer, dist.irecv(t, peer, group)) for peer, t in recvs]
         for peer, t in sends:
-            self.outbox.append((dist.isend(t, peer, group), t, peer, label))
+            self._outbox.append(_Sent(self._number, dist.isend(t, peer, group), t, peer, label))
         return pending
 
-    def wait(self, pending: Sequence[tuple[int, Any]], label: str) -> None:
+    def wait(self, pending: Sequence[tuple[int, int, Any]], label: str) -> None:
         """Wait for receives. Raises ExchangeError naming the exchange and the ranks that did not arrive."""
-        for i, (_, work) in enumerate(pending):
+        for i, (number, peer, work) in enumerate(pending):
             try:
                 work.wait(self.world.timeout)
             except RuntimeError as error:
-                missing = sorted({peer for peer, w in pending[i:] if w is work or not w.is_completed()})
-                raise ExchangeError(self._blame(label, missing, "send", error)) from error
+                missing = sorted({p for _, p, w in pending[i:] if w is work or not w.is_completed()})
+                raise self.world.lost(f"exchange {label}", missing, error) from error
+            # A peer posts its receives before its sends, exchange by exchange: earlier messages to it have been taken.
+            self._let_go([sent for sent in self._outbox if sent.peer == peer and sent.number < number])
 
     def drain(self) -> None:
         """Wait until every message sent so far has been taken."""
-        for work, _, peer, label in self.outbox:
-            try:
-                work.wait(self.world.timeout)
-            except RuntimeError as error:
-                raise ExchangeError(self._blame(label, [peer], "receive", error)) from error
-        self.outbox.clear()
+        self._let_go(self._outbox)
 
-    def _blame(self, label: str, missing: list[int], verb: str, error: RuntimeError) -> str:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return (
-            f"exchange {label}: rank {self.world.rank} waited up to {self.world.timeout_s:g} s for rank(s) "
-            f"{', '.join(map(str, missing))} to {verb}; they did not arrive ({reason})"
-        )
+    def _let_go(self, taken: Sequence[_Sent]) -> None:
+        for sent in taken:
+            try:
+                sent.work.wait(self.world.timeout)
+            except RuntimeError as error:
+                raise self.world.lost(f"exchange {sent.label}", [sent.peer], error) from error
+        gone = set(map(id, taken))
+        self._outbox = [sent for sent in self._outbox if id(sent) not in gone]
 
 
 class Flight:
@@ -177,7 +184,7 @@ class Flight:
         self.kept: list[Tensor] = []
         self.like = like.new_empty(0)
         self.width = width
-        self.pending: list[tuple[int, Any]] = []
+        self.pending: list[tuple[int, int, Any]] = []
         self.slots: list[Tensor] = []
         self.received: list[Tensor] = []
 

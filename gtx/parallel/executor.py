@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gtx.models import GraphModel
-from gtx.parallel.compiler import CompiledBatch, CompiledWave
+from gtx.parallel.compiled import CompiledBatch, CompiledWave
 from gtx.parallel.context import Runtime, WaveContext
 from gtx.parallel.exchange import Channel, Flight, Timer
 from gtx.parallel.world import World
@@ -72,9 +72,7 @@ class Executor:
     def _inputs(self, wave: CompiledWave) -> Tensor:
         """Feature rows `[n, F]` of this rank's rows, from where they are stored."""
         stored = torch.from_numpy(self.features[wave.stored]).to(self.world.device, self.engine.dtype)
-        flight = Flight(
-            self.channel, wave.fetch, f"fetch of wave {wave.index}", stored, (1, 1, self.features.shape[1])
-        )
+        flight = Flight(self.channel, wave.fetch, f"fetch of wave {wave.index}", stored, (1, 1, self.features.shape[1]))
         flight.post_gather(stored[:, None, None, :])
         (rows,) = flight.wait_gather()
         return rows.flatten(1)
@@ -88,9 +86,7 @@ class Executor:
         return lambda wave: kept[wave.index]
 
     def _runtime(self, plan: Plan, step: int, training: bool) -> Runtime:
-        return Runtime(
-            self.channel, self.num_heads, self.seed, step, training, self.backend, plan.checkpointing
-        )
+        return Runtime(self.channel, self.num_heads, self.seed, step, training, self.backend, plan.checkpointing)
 
     def _token(self, training: bool) -> Tensor:
         return torch.zeros((), dtype=self.engine.dtype, device=self.world.device, requires_grad=training)
@@ -114,8 +110,9 @@ class Executor:
             with self.timer.phase("backward"):
                 total = torch.stack(losses).sum()
                 local += total.detach().cpu()
-                self.engine.backward(total + token.to(total.dtype), last=number == len(rounds) - 1)
-        with self.timer.phase("optimizer"):
+                with self.world.meeting(f"backward of step {step}"):
+                    self.engine.backward(total + token.to(total.dtype), last=number == len(rounds) - 1)
+        with self.timer.phase("optimizer"), self.world.meeting(f"gradients and optimizer of step {step}"):
             self.engine.step()
         with self.timer.phase("exchange.reduce"):
             self.channel.drain()
@@ -146,7 +143,9 @@ class Executor:
                 norm.update(mean, variance)
 
     @torch.no_grad()
-    def predict(self, batch: CompiledBatch, plan: Plan, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    def predict(
+        self, batch: CompiledBatch, plan: Plan, step: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Logits of all target rows, on every rank: node ids in partition order `[n]`, sorted, and `[n, classes]`."""
         runtime = self._runtime(plan, step, training=False)
         self.engine.model.eval()

@@ -6,7 +6,9 @@ Not here: rows of hidden states, which only `exchange.py` moves. DeepSpeed's own
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,13 @@ import torch
 import torch.distributed as dist
 
 Group = Any  # torch.distributed.ProcessGroup, absent in a world of one
+
+_GRACE_S = 2.0  # for the other waiting ranks to say that they wait, once one has given up
+_LOST_PEER = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "socket", "gloo")
+
+
+class ExchangeError(RuntimeError):
+    """Ranks did not meet: says where, who waited, for how long, and which ranks did not arrive."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,8 @@ class World:
         if self.size == 1:
             return [fact]
         facts: list[Any] = [None] * self.size
-        dist.all_gather_object(facts, fact, group=self.facts_group)
+        with self.meeting("the exchange of facts"):
+            dist.all_gather_object(facts, fact, group=self.facts_group)
         return facts
 
     def sum_facts(self, values: torch.Tensor) -> torch.Tensor:
@@ -54,12 +64,47 @@ class World:
         if self.size == 1:
             return values
         parts = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(parts, values.contiguous(), group=self.facts_group)
+        with self.meeting("the sum of facts"):
+            dist.all_gather(parts, values.contiguous(), group=self.facts_group)
         return torch.stack(parts).sum(0)
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier(group=self.facts_group)
+            with self.meeting("the barrier"):
+                dist.barrier(group=self.facts_group)
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Around a collective: if peers are lost in it, ExchangeError names the ranks that did not arrive."""
+        try:
+            yield
+        except ExchangeError:
+            raise
+        except RuntimeError as error:
+            if self.size == 1 or not any(sign in str(error).lower() for sign in _LOST_PEER):
+                raise
+            raise self.lost(what, None, error) from error
+
+    def lost(self, what: str, peers: Sequence[int] | None, error: RuntimeError) -> ExchangeError:
+        """The error for a wait on `peers` (None: on everybody) that ended without them.
+
+        Every rank that gives up leaves a mark in the store; those without one are not waiting but stuck or dead.
+        """
+        silent: list[int] | None = None
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"gtx/waits/{self.rank}", what)
+            time.sleep(_GRACE_S)
+            silent = [r for r in range(self.size) if r != self.rank and not store.check([f"gtx/waits/{r}"])]
+        except RuntimeError:
+            pass  # the store went with the rank that kept it
+        missing = sorted(peers) if peers is not None else silent
+        text = f"{what}: rank {self.rank} waited up to {self.timeout_s:g} s; "
+        text += "rank(s) that did not arrive: " + (", ".join(map(str, missing)) if missing else "unknown")
+        if silent and silent != missing:
+            text += f"; rank(s) that wait nowhere: {', '.join(map(str, silent))}"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return ExchangeError(f"{text} ({reason})")
 
 
 def solo(device: str | torch.device = "cpu") -> World:
