@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gtx.parallel.executor import Executor
 from gtx.parallel.world import World
 from gtx.partition import PartitionedGraph, partition
 from monitor import PhaseTimer
-from scheduler.plan import Plan, deal
+from scheduler.plan import Plan, deal, fixed_plan
 
 
 def awkward_graph(num_nodes: int = 60, num_edges: int = 300, seed: int = 0) -> Graph:
@@ -37,6 +38,25 @@ def awkward_graph(num_nodes: int = 60, num_edges: int = 300, seed: int = 0) -> G
         mask[7] = False
     features = rng.standard_normal((num_nodes, 5)).astype(np.float32)
     return from_edges("awkward", src, dst, num_nodes, features, labels, train, val, test, num_classes=3)
+
+
+def small_graph(edges: Sequence[tuple[int, int]], num_nodes: int, train: Sequence[int], seed: int = 0) -> Graph:
+    """Nodes 0, 1, ... with the given edges `(source, destination)`, three classes and four random features."""
+    rng = np.random.default_rng(seed)
+    mask = np.isin(np.arange(num_nodes), train)
+    src, dst = (np.array([edge[i] for edge in edges], dtype=np.int64) for i in (0, 1))
+    features = rng.standard_normal((num_nodes, 4)).astype(np.float32)
+    labels = rng.integers(0, 3, num_nodes)
+    return from_edges(
+        "small", src, dst, num_nodes, features, labels, mask, np.zeros_like(mask), np.zeros_like(mask), num_classes=3
+    )
+
+
+def trained_on(graph: PartitionedGraph, nodes: Sequence[int]) -> PartitionedGraph:
+    """The same graph with these nodes, in partition order, as its training split."""
+    mask = np.isin(np.arange(graph.graph.num_nodes), nodes)
+    labels = np.where(mask, np.maximum(graph.graph.labels, 0), graph.graph.labels)
+    return replace(graph, graph=replace(graph.graph, train_mask=mask, labels=labels))
 
 
 def partitioned(graph: Graph, parts: int = 6, method: str = "random") -> PartitionedGraph:
@@ -58,7 +78,19 @@ class Rig:
     timer: PhaseTimer = field(default_factory=PhaseTimer)
 
 
-def rig(world: World, graph: PartitionedGraph, plan: Plan, settings: dict[str, Any]) -> Rig:
+def even_homes(graph: PartitionedGraph, world_size: int) -> np.ndarray:
+    """The rank `[K]` that stores the features of each partition: about equally many rows a rank."""
+    return np.array(deal(np.diff(graph.starts).tolist(), world_size))
+
+
+def plan_of(mode: Any, graph: PartitionedGraph, world_size: int, num_layers: int, **layout: Any) -> Plan:
+    """`fixed_plan` balanced by rows, so that in graph mode every partition runs where its features are."""
+    return fixed_plan(mode, np.diff(graph.starts).tolist(), world_size, num_layers, **layout)
+
+
+def rig(
+    world: World, graph: PartitionedGraph, plan: Plan, settings: dict[str, Any], homes: np.ndarray | None = None
+) -> Rig:
     """Build a float64 torch run of `settings` (config sections) under `plan` on this rank."""
     engine_settings = {"name": "torch", "precision": "float64", **settings.get("engine", {})}
     config = parse_config({**settings, "engine": engine_settings})
@@ -76,7 +108,8 @@ def rig(world: World, graph: PartitionedGraph, plan: Plan, settings: dict[str, A
         num_heads=config.model.heads,
         backend=config.model.backend,
     )
-    homes = np.array(deal(np.diff(graph.starts).tolist(), world.size))
+    if homes is None:
+        homes = even_homes(graph, world.size)
     compiler = Compiler(graph, plan, world, config.model.heads, homes)
     batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
     return Rig(config, graph, world, plan, engine, executor, compiler, batches, timer)

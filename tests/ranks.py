@@ -69,6 +69,11 @@ _pool = _Pool()
 atexit.register(_pool.close)
 
 
+def end_ranks() -> None:
+    """End all workers; the next call starts fresh ones. For tests whose libraries keep a world, as DeepSpeed does."""
+    _pool.close()
+
+
 def run_ranks(
     fn: Callable[..., Any], size: int, *args: Any, hang_s: float = 60.0, timeout_s: float = TIMEOUT_S
 ) -> list[Any]:

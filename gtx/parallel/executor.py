@@ -67,23 +67,29 @@ class Executor:
         self.channel = Channel(world, timer)
         self.labels = torch.from_numpy(np.asarray(graph.graph.labels)).to(world.device)
         self.features = np.asarray(graph.graph.features)
-        self._kept: tuple[int, list[Tensor]] | None = None  # inputs of a batch that every step repeats
+        self._kept: tuple[CompiledBatch, list[Tensor]] | None = None  # inputs of a batch that every step repeats
 
-    def _inputs(self, wave: CompiledWave) -> Tensor:
-        """Feature rows `[n, F]` of this rank's rows, from where they are stored."""
+    def _fetch(self, wave: CompiledWave) -> Flight:
+        """Start to bring the feature rows of a wave from where they are stored to their first owner."""
         stored = torch.from_numpy(self.features[wave.stored]).to(self.world.device, self.engine.dtype)
-        flight = Flight(self.channel, wave.fetch, f"fetch of wave {wave.index}", stored, (1, 1, self.features.shape[1]))
+        width = (1, 1, self.features.shape[1])
+        flight = Flight(self.channel, wave.fetch, f"fetch of wave {wave.index}", stored, width)
         flight.post_gather(stored[:, None, None, :])
-        (rows,) = flight.wait_gather()
-        return rows.flatten(1)
+        return flight
 
-    def _all_inputs(self, batch: CompiledBatch, fixed: bool) -> Callable[[CompiledWave], Tensor]:
-        if not fixed:
-            return self._inputs
-        if self._kept is None or self._kept[0] != id(batch):
-            self._kept = (id(batch), [self._inputs(wave) for wave in batch.waves])
-        kept = self._kept[1]
-        return lambda wave: kept[wave.index]
+    def _inputs(self, batch: CompiledBatch, waves: range, *, fixed: bool) -> Callable[[int], Tensor]:
+        """A function from wave to this rank's feature rows `[n, F]`.
+
+        All are on their way before the first wave runs: a rank that stores features would else send those of a later
+        wave only when it gets there, and a pipeline's first stage would wait for its last.
+        """
+        if fixed:
+            if self._kept is None or self._kept[0] is not batch:
+                flights = [self._fetch(wave) for wave in batch.waves]
+                self._kept = (batch, [_rows(flight) for flight in flights])
+            return self._kept[1].__getitem__
+        flying = {index: self._fetch(batch.waves[index]) for index in waves}
+        return lambda index: _rows(flying.pop(index))
 
     def _runtime(self, plan: Plan, step: int, training: bool) -> Runtime:
         return Runtime(self.channel, self.num_heads, self.seed, step, training, self.backend, plan.checkpointing)
@@ -95,17 +101,17 @@ class Executor:
         """One optimizer step: every rank calls it with its part of the same batch."""
         runtime = self._runtime(plan, step, training=True)
         self.engine.model.train()
-        inputs = self._all_inputs(batch, fixed)
         local = torch.zeros((), dtype=torch.float64)
         rounds = plan.rounds(len(batch.waves))
         for number, waves in enumerate(rounds):
             token = self._token(training=True)
+            inputs = self._inputs(batch, waves, fixed=fixed)
             losses = []
             for index in waves:
                 wave = batch.waves[index]
                 with self.timer.phase("rowwise"):
                     context = WaveContext(runtime, wave)
-                    logits, token = self.engine.forward(inputs(wave), token, context)
+                    logits, token = self.engine.forward(inputs(index), token, context)
                     losses.append(self._loss(logits, wave) / max(batch.num_targets, 1))
             with self.timer.phase("backward"):
                 total = torch.stack(losses).sum()
@@ -151,8 +157,9 @@ class Executor:
         self.engine.model.eval()
         nodes, logits = [], []
         token = self._token(training=False)
+        inputs = self._inputs(batch, range(len(batch.waves)), fixed=False)
         for wave in batch.waves:
-            out, token = self.engine.forward(self._inputs(wave), token, WaveContext(runtime, wave))
+            out, token = self.engine.forward(inputs(wave.index), token, WaveContext(runtime, wave))
             nodes.append(wave.target_nodes)
             logits.append(out.index_select(0, wave.target_rows).double().cpu().numpy())
         self.channel.drain()
@@ -160,3 +167,8 @@ class Executor:
         all_nodes = np.concatenate([part[0] for part in parts])
         order = np.argsort(all_nodes, kind="stable")
         return all_nodes[order], np.concatenate([part[1] for part in parts])[order]
+
+
+def _rows(flight: Flight) -> Tensor:
+    (rows,) = flight.wait_gather()
+    return rows.flatten(1)
