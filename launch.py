@@ -33,9 +33,21 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; overrides may stand anywhere behind the config."""
+    top = parser()
+    options, rest = top.parse_known_args(arguments)
+    stray = [word for word in rest if word.startswith("-") or "=" not in word or options.command == "report"]
+    if stray:
+        top.error(f"unknown argument {stray[0]!r}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, 2 for what the user can mend (one line says what), 1 for anything else (with a traceback)."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     rank = os.environ.get("RANK", "0")
     try:
         if options.command == "report":

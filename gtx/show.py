@@ -20,7 +20,7 @@ def show_partition(config: Config, console: Console | None = None) -> None:
     """Cut the graph as the config says (or find it cut), and print each partition."""
     console = console or Console()
     loaded = load_partitioned(config)
-    tell_graph(loaded, console.print)
+    tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False))
     facts = loaded.partitioned.facts
     table = Table("partition", "rows", "edges", "halo rows", "halo / rows")
     for p in range(facts.parts):
@@ -36,7 +36,7 @@ def show_plan(config: Config, world_size: int, out: Path | None, console: Consol
         raise ValueError(f"--world-size is {world_size}; give at least 1")
     console = console or Console()
     loaded = load_partitioned(config)
-    tell_graph(loaded, console.print)
+    tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False))
     graph = loaded.partitioned
     plan = make_plan(config, graph, world_size)
     table = Table("partition", "mode", "ranks", "layers a stage", "rows", "edges", "halo rows")
@@ -62,7 +62,8 @@ def show_plan(config: Config, world_size: int, out: Path | None, console: Consol
     share = rows.sum(1) / max(rows.sum(), 1)
     console.print(
         f"plan {plan.fingerprint}; rows of micro-batch 0 by rank: "
-        + ", ".join(f"{rank}: {part:.0%}" for rank, part in enumerate(share))
+        + ", ".join(f"{rank}: {part:.0%}" for rank, part in enumerate(share)),
+        soft_wrap=True,
     )
     if out is not None:
         out.write_text(plan.to_json(), encoding="utf-8")

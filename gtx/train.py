@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +20,17 @@ import numpy as np
 import torch
 import yaml
 
-from gtx import __version__
-from gtx.batches import Batch, BatchPlanner
+from gtx.batches import BatchPlanner
 from gtx.config import Config
 from gtx.datasets import load_graph
 from gtx.engine import make_engine
+from gtx.environment import device_facts, exactness, versions
 from gtx.graphs import GraphSummary, summarize
 from gtx.models import GraphModel
 from gtx.parallel.compiled import CompiledBatch
 from gtx.parallel.compiler import Compiler
 from gtx.parallel.executor import Executor, StepResult
+from gtx.parallel.prefetch import Prefetcher
 from gtx.parallel.world import World, join_world, launched_ranks, leave_world
 from gtx.partition import PartitionedGraph, load, load_or_partition
 from gtx.report import build_report, write_report
@@ -158,45 +155,6 @@ def read_plan(path: Path) -> Plan:
         raise ValueError(f"plan.file {path}: {error}") from None
 
 
-class Prefetcher:
-    """Compiles batches one step ahead in one background thread, so that id exchanges keep one order on all ranks."""
-
-    def __init__(self, compiler: Compiler, batches: BatchPlanner, num_steps: int):
-        self.compiler, self.batches, self.num_steps = compiler, batches, num_steps
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gtx-compile")
-        self._ahead: dict[int, Future[CompiledBatch]] = {}
-        self._kept: CompiledBatch | None = None  # batches that every step repeats are compiled once
-
-    def _compile(self, batch: Batch) -> CompiledBatch:
-        compiled = self.compiler.compile(batch)
-        for wave in compiled.waves:
-            for layer in wave.layers:
-                for edges in layer.edges:
-                    edges.pattern.transpose()  # backward needs it: here it costs the step nothing
-        return compiled
-
-    def evaluation(self, batch: Batch) -> CompiledBatch:
-        """Compile a batch outside the sequence of steps; the same call on every rank."""
-        return self._pool.submit(self.compiler.compile, batch).result()
-
-    def step(self, step: int) -> tuple[Batch, CompiledBatch]:
-        """The batch of a step; the next one is compiled meanwhile."""
-        batch = self.batches.step(step)
-        if batch.fixed:
-            if self._kept is None:
-                self._kept = self._pool.submit(self._compile, batch).result()
-            return batch, self._kept
-        if step not in self._ahead:
-            self._ahead[step] = self._pool.submit(self._compile, batch)
-        compiled = self._ahead.pop(step).result()
-        if step + 1 < self.num_steps:
-            self._ahead[step + 1] = self._pool.submit(self._compile, self.batches.step(step + 1))
-        return batch, compiled
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
 @contextmanager
 def joined(config: Config) -> Iterator[World]:
     """This rank's world, torn down at the end."""
@@ -215,6 +173,8 @@ def joined(config: Config) -> Iterator[World]:
 
 def run_training(config: Config, run_dir: Path | None, command: str) -> None:
     """Train, and say where the results are. Rank 0 speaks."""
+    if config.plan.file is not None:
+        read_plan(config.plan.file)  # a wrong file should not wait for the graph
     run_dir = run_dir or new_run_dir(config)
     report = train(config, run_dir, lambda line: print(line, flush=True), command)
     if report:
@@ -269,7 +229,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
             if sinks is not None:
                 sinks.close()
         prefetcher.close()
-        devices = world.gather_facts(_device(world))
+        devices = world.gather_facts(device_facts(world))
         if world.rank != 0:
             return {}
         finished = datetime.now(timezone.utc)
@@ -443,64 +403,6 @@ class Sinks:
         for sink in (self._metrics, self._records, self._board, self._bar):
             if sink is not None:
                 sink.close()
-
-
-# Facts for the report -------------------------------------------------------------------------------------------------
-
-
-def exactness(config: Config) -> str:
-    """How the result relates to one rank's, with the reason."""
-    if config.engine.precision in ("bf16", "fp16"):
-        return f"tolerance: equal to one rank within the rounding of {config.engine.precision}"
-    return "exact: the plan only reorders sums"
-
-
-def versions() -> dict[str, Any]:
-    """Versions of what computed, and the commit where the code is under version control."""
-
-    def version(name: str) -> str | None:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return None
-
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-        commit = found.stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        commit = None
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "deepspeed": version("deepspeed"),
-        "dgl": version("dgl"),
-        "gtx": __version__,
-        "commit": commit,
-    }
-
-
-def _device(world: World) -> dict[str, Any]:
-    name, memory = "unknown", None
-    if world.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(world.device)
-        name, memory = properties.name, int(properties.total_memory)
-    else:
-        try:
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-        except OSError:
-            pass
-        if hasattr(os, "sysconf"):
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    host = socket.gethostname()
-    return {"rank": world.rank, "kind": world.device.type, "name": name, "host": host, "memory_bytes": memory}
 
 
 def tell_graph(loaded: Loaded, say: Say) -> None:
