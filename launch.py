@@ -18,7 +18,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line. deepspeed puts `--local_rank` before the subcommand; ranks come from the environment."""
     top = argparse.ArgumentParser(prog="launch.py", description="Train graph transformers under parallel plans.")
     top.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    commands = top.add_subparsers(dest="command", required=True, metavar="train | partition | plan | report")
+    commands = top.add_subparsers(
+        dest="command", required=True, metavar="train | partition | plan | calibrate | report"
+    )
     with_config = argparse.ArgumentParser(add_help=False)
     with_config.add_argument("config", type=Path, help="a YAML file, see configs/")
     with_config.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
@@ -28,6 +30,11 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", parents=[with_config], help="show the plan a run would have; train nothing")
     plan.add_argument("--world-size", type=int, default=2, help="ranks to plan for; default 2")
     plan.add_argument("--out", type=Path, help="write the plan as JSON, to edit and pass as plan.file")
+    plan.add_argument("--topology", type=Path, help="predict each mode's cost on this machine; see calibrate")
+    calibrate = commands.add_parser(
+        "calibrate", parents=[with_config], help="measure the launched ranks and their links, some seconds"
+    )
+    calibrate.add_argument("--out", type=Path, required=True, help="the topology file to write")
     report = commands.add_parser("report", help="print a run's strategy report as tables")
     report.add_argument("run_dir", type=Path)
     return top
@@ -62,6 +69,10 @@ def main(arguments: Sequence[str]) -> int:
             from gtx.train import run_training
 
             run_training(config, options.run_dir, shlex.join(["launch.py", *arguments]))
+        elif options.command == "calibrate":
+            from gtx.calibrate import run_calibration
+
+            run_calibration(config, options.out, shlex.join(["launch.py", *arguments]))
         elif options.command == "partition":
             from gtx.show import show_partition
 
@@ -69,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             from gtx.show import show_plan
 
-            show_plan(config, options.world_size, options.out)
+            show_plan(config, options.world_size, options.out, options.topology)
         return 0
     except ValueError as error:
         print(f"gtx: {error}", file=sys.stderr, flush=True)

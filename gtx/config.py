@@ -8,16 +8,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+# Strict: neither `true` nor `"4"` is a number.
+Positive = Annotated[int, Field(ge=1, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+PositiveNumber = Annotated[float, Field(gt=0.0, strict=True, allow_inf_nan=False)]
+NonNegativeNumber = Annotated[float, Field(ge=0.0, strict=True, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 
 
 class _Section(BaseModel):
@@ -86,6 +90,14 @@ class SamplingConfig(_Section):
     fanout: Positive | tuple[Positive | None, ...] | None = None
     redraw: Literal["step", "once"] = "step"
 
+    @field_validator("fanout", mode="before")
+    @classmethod
+    def _fanout_counts_edges(cls, fanout: object) -> object:
+        for entry in fanout if isinstance(fanout, list | tuple) else [fanout]:
+            if entry is not None and (type(entry) is not int or entry < 1):
+                raise ValueError(f"{fanout!r} is neither a whole number of at least 1, nor null, nor a list of these")
+        return fanout
+
     def per_layer(self, num_layers: int) -> tuple[int | None, ...]:
         """The fan-out of each layer. Raises ValueError when the list has another length."""
         if self.fanout is None or isinstance(self.fanout, int):
@@ -113,19 +125,19 @@ class EngineConfig(_Section):
     name: Literal["deepspeed", "torch"] = "deepspeed"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float64", "float32", "bf16", "fp16"] = "float32"
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    zero_stage: Annotated[int, Field(ge=0, le=3, strict=True)] = 0
     offload_optimizer: Literal["none", "cpu"] = "none"
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: Annotated[float, Field(gt=0.0)] = 1e-3
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    lr: PositiveNumber = 1e-3
+    weight_decay: NonNegativeNumber = 0.0
+    betas: tuple[Probability, Probability] = (0.9, 0.999)
     momentum: Probability = 0.0
-    gradient_clipping: Annotated[float, Field(ge=0.0)] = 0.0
+    gradient_clipping: NonNegativeNumber = 0.0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
-    loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
+    loss_scale: NonNegativeNumber = 0.0
     deepspeed: dict[str, Any] = {}
-    timeout_s: Annotated[float, Field(gt=0.0)] = 300.0
+    timeout_s: PositiveNumber = 300.0
     threads: NonNegative = 0
 
     @model_validator(mode="after")
@@ -144,6 +156,8 @@ class EngineConfig(_Section):
             raise ValueError(f"loss_scale {self.loss_scale:g} has no effect with precision {self.precision}; remove it")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum {self.momentum:g} has no effect with optimizer {self.optimizer}; use sgd")
+        if self.betas != (0.9, 0.999) and self.optimizer == "sgd":
+            raise ValueError(f"betas {list(self.betas)} have no effect with optimizer sgd; use adam or adamw")
         return self
 
 
@@ -157,7 +171,8 @@ class TrainConfig(_Section):
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give steps or epochs, one of the two")
+            given = "neither is given" if self.steps is None else f"steps is {self.steps} and epochs is {self.epochs}"
+            raise ValueError(f"{given}; give one of steps and epochs, and leave the other out or null")
         return self
 
 
@@ -222,12 +237,12 @@ def parse_config(data: object, overrides: Sequence[str] = (), *, source: str = "
     data = copy.deepcopy(data)
     for override in overrides:
         key, separator, text = override.partition("=")
-        if not separator or not key:
+        if not separator or not all(key.split(".")):
             raise ValueError(f"the override {override!r} is not of the form a.b=c")
         try:
-            value = yaml.safe_load(text) if text else None
-        except yaml.YAMLError:
-            raise ValueError(f"the override {override!r} has a value that is not YAML") from None
+            value = _parse_yaml(text)
+        except ValueError as error:
+            raise ValueError(f"the override {override!r} has a value that is not YAML: {error}") from None
         *path, last = key.split(".")
         node = data
         for part in path:
@@ -249,27 +264,64 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ValueError(f"cannot read the config {path}: {reason}") from None
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path} is not YAML{where}: {getattr(error, 'problem', error)}") from None
+        data = _parse_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
     return parse_config(data, overrides, source=str(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `1e-3` is a number (YAML 1.1 insists on `1.0e-3`) and no key comes twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value!r} comes twice; keep one", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _parse_yaml(text: str) -> Any:
+    """The YAML document, None if empty. Raises ValueError with one line that says where and why."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{where}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a character, or a date that is none
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def _first_line(error: ValidationError) -> str:
     """The first problem of a pydantic error as one line in the config's words."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    key = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("constrained", "tuple", "function")))
+    path = [str(part) for part in first["loc"]]
+    key, kind, value = ".".join(path), first["type"], repr(first["input"])
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        known = ", ".join(_known_keys([str(part) for part in first["loc"][:-1]]))
-        return f"unknown key {key!r}; known here: {known}{more}"
     message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        return f"{key + ': ' if key else ''}{message}{more}"
-    return f"{key} is {first['input']!r}: {message[0].lower() + message[1:]}{more}"
+    match kind:
+        case "extra_forbidden" | "invalid_key":
+            return f"unknown key {key!r}; known here: {', '.join(_known_keys(path[:-1]))}{more}"
+        case "model_type":
+            return f"{key} is {value}: a section of keys is wanted here, of {', '.join(_known_keys(path))}{more}"
+        case "missing":
+            return f"{key} is missing, there is only {value}{more}"
+        case "value_error":
+            return f"{key + ': ' if key else ''}{message}{more}"
+        case "path_type":
+            message = "input should be a path"
+    return f"{key} is {value}: {message[0].lower() + message[1:]}{more}"
 
 
 def _known_keys(path: Sequence[str]) -> list[str]:

@@ -163,6 +163,9 @@ class DeepSpeedEngine:
         except (ValidationError, deepspeed.DeepSpeedConfigError) as error:
             raise ValueError(f"engine.deepspeed: {' '.join(str(error).split())}") from None
 
+        for norm in self.model.norms:  # running statistics move in small steps, which bf16 would round away
+            norm.running_mean, norm.running_var = norm.running_mean.float(), norm.running_var.float()
+
     def _optimizer(self, parameters: list[nn.Parameter], say: Callable[[str], None]) -> torch.optim.Optimizer:
         """torch's optimizer, or DeepSpeed's CPU Adam where the optimizer is offloaded and a compiler is there."""
         config = self.config

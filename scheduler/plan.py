@@ -142,7 +142,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         raise ValueError(f"the plan's format is {data.get('format')!r}, this version reads {FORMAT!r}")
     placements = []
     raw = data.get("partitions")
-    if not isinstance(raw, list):
+    if not isinstance(raw, list | tuple):
         raise ValueError(f"plan.partitions is {type(raw).__name__}; it must be a list, one entry a partition")
     for p, entry in enumerate(raw):
         where = f"plan.partitions[{p}]"
@@ -217,7 +217,7 @@ def stage_of(place: Placement, layer: int) -> int:
     end = 0
     for stage, layers in enumerate(place.layer_split):
         end += layers
-        if layer < end:
+        if 0 <= layer < end:
             return stage
     raise ValueError(f"layer {layer} lies outside layer_split {list(place.layer_split)}")
 

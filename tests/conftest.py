@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """The parent process computes on one thread, as the ranks do: tiny graphs gain nothing from more."""
     before = torch.get_num_threads()

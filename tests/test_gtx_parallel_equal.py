@@ -152,7 +152,7 @@ def assert_equal_one_rank(world_size: int, cases: Sequence[Case]) -> None:
     assert not lines, f"{len(lines)} outcomes differ from one rank's:\n" + "\n".join(lines)
 
 
-# Every mode, micro-batch, checkpointing, model and layout --------------------------------------------------------------
+# Every mode, micro-batch, checkpointing, model and layout -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,13 +181,13 @@ class Mix:
 
 
 def sweep(world_size: int) -> list[Mix]:
-    """All of kind x mode x checkpointing; model, noise and layout take turns, differently in each world."""
+    """All of kind x mode x checkpointing (on 3 ranks every other one); the rest takes turns, by world differently."""
     mixes = []
     for i, (kind, mode, checkpointing) in enumerate(itertools.product(KINDS, MODES, CHECKPOINTING)):
         turn = i + world_size
         model, layout = MODELS[turn % 4], LAYOUTS[(turn + i // 6) % 6]
         mixes.append(Mix(kind, mode, checkpointing, model, (i // 2 + world_size) % 4 > 0, layout))
-    return mixes
+    return mixes[::2] if world_size == 3 else mixes
 
 
 def test_every_two_choices_meet_in_the_sweep() -> None:
@@ -206,7 +206,7 @@ def test_any_plan_gives_the_loss_and_gradient_of_one_rank(world_size: int, kind:
     assert_equal_one_rank(world_size, [mix.case(world_size) for mix in sweep(world_size) if mix.kind == kind])
 
 
-# Awkward sizes ---------------------------------------------------------------------------------------------------------
+# Awkward sizes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -313,7 +313,7 @@ def test_groups_may_be_permuted_and_overlap() -> None:
     assert_equal_one_rank(3, cases)
 
 
-# Training nodes that are few, or unevenly dealt --------------------------------------------------------------------------
+# Training nodes that are few, or unevenly dealt -----------------------------------------------------------------------
 
 
 def test_one_training_node_on_two_ranks() -> None:
@@ -351,7 +351,7 @@ def run_epochs(world: World, cases: Sequence[Case]) -> list[Epoch]:
 
 
 def test_nine_seeds_on_four_ranks_two_a_batch() -> None:
-    """Every seed once an epoch and no rank waits for ever; the last micro-batch is one row, on which batch norm acts."""
+    """Every seed once an epoch, no rank waits for ever; the last micro-batch is one row and batch norm finite."""
     edges = [(a, a + 1) for a in range(11)] + [(a + 1, a) for a in range(11)]
     # Nodes 12 and up are isolated. One of the nine is alone in the last micro-batch: with all isolated it is one row.
     connected = partitioned(small_graph(edges, 12, train=range(2, 11)), parts=5)
@@ -396,9 +396,7 @@ def train(world: World, case: Case, steps: int) -> Trained:
     losses = []
     for step in range(steps):
         batch = run.batches.step(step)
-        losses.append(
-            run.executor.train_step(run.compiler.compile(batch), case.plan, step, fixed=batch.fixed).loss
-        )
+        losses.append(run.executor.train_step(run.compiler.compile(batch), case.plan, step, fixed=batch.fixed).loss)
     return finished(run, losses, steps)
 
 
@@ -466,17 +464,17 @@ def test_clipping_is_by_the_norm_of_one_rank(world_size: int) -> None:
             np.testing.assert_allclose(rank[i].weights - start, (off, on)[i % 2], atol=1e-12, err_msg=case.name)
 
 
-# Several steps, evaluation and a switch --------------------------------------------------------------------------------
+# Several steps, evaluation and a switch -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_evaluation_and_running_statistics_do_not_depend_on_the_plan(world_size: int) -> None:
-    """GPS after 3 steps of 3 micro-batches: running statistics are those of one rank, in micro-batch order."""
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "cluster"), (3, "neighbor")])
+def test_evaluation_and_running_statistics_do_not_depend_on_the_plan(world_size: int, kind: str) -> None:
+    """GPS after 3 steps of 3 or 4 micro-batches: running statistics are those of one rank, in micro-batch order."""
     cases = [
         Case(
-            f"{model} {kind} {mode} {layout}",
+            f"{mode} {layout}",
             awkward(),
-            settings_of(kind, model, engine=SGD),
+            settings_of(kind, "GPS", engine=SGD),
             plan_of(
                 mode,
                 awkward(),
@@ -487,17 +485,14 @@ def test_evaluation_and_running_statistics_do_not_depend_on_the_plan(world_size:
                 checkpointing=CHECKPOINTING[i % 3],
             ),
         )
-        for model, kind in (("GPS", "cluster"), ("GPS", "neighbor"), ("GT", "full"))
         for i, (mode, layout) in enumerate(zip(MODES, LAYOUTS, strict=False))
     ]
-    found = run_ranks(train_all, world_size, cases, 3)
-    wanted = {kind: train(solo(), alone(case), 3) for kind, case in ((case.name.split()[1], case) for case in cases)}
-    labelled = np.flatnonzero(awkward().graph.labels >= 0)
-    for i, case in enumerate(cases):
-        want = wanted[case.name.split()[1]]
-        assert np.array_equal(want.nodes, labelled)
-        for rank in range(world_size):
-            assert_trained_alike(want, found[rank][i], case.name)
+    want = train(solo(), alone(cases[0]), 3)
+    assert np.array_equal(want.nodes, np.flatnonzero(awkward().graph.labels >= 0))
+    assert want.statistics.size > 0
+    for rank in run_ranks(train_all, world_size, cases, 3):
+        for case, have in zip(cases, rank, strict=True):
+            assert_trained_alike(want, have, case.name)
 
 
 def train_switching(world: World, graph: PartitionedGraph, settings: dict[str, Any], plans: Sequence[Plan]) -> Trained:
@@ -525,7 +520,7 @@ def test_a_switch_of_plan_never_changes_a_result(kind: str) -> None:
         assert_trained_alike(want, have, kind)
 
 
-# Micro-batches are worlds of their own -----------------------------------------------------------------------------------
+# Micro-batches are worlds of their own --------------------------------------------------------------------------------
 
 
 def logits_in_training(run: Rig, batch: Batch) -> list[np.ndarray]:
@@ -566,7 +561,7 @@ def test_micro_batches_of_a_wave_never_meet(model: str) -> None:
     np.testing.assert_array_equal(changed[1], together[1])
 
 
-# These tests can fail ----------------------------------------------------------------------------------------------------
+# These tests can fail -------------------------------------------------------------------------------------------------
 
 
 def _lose_a_block_of_kv(flight: Flight, received: Sequence[torch.Tensor]) -> torch.Tensor:

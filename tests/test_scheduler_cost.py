@@ -1,0 +1,151 @@
+"""The cost model means what it says: work is conserved, bytes follow the formulas, more of anything is never slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost import estimate, loads, reduction_s, state_bytes
+from scheduler.plan import MODES, Placement, Plan, fixed_plan
+from scheduler.topology import Device, Link, Topology
+from scheduler.workload import ModelShape, Workload, uniform_workload
+
+MODEL = ModelShape("GT", 16, 32, 4, 4, 8, 3, 10_000)
+K, P = 8, 4
+
+
+def machine(size: int = P, **device: float) -> Topology:
+    """Equal devices on one host."""
+    one = Device(**{"row_flops_per_s": 1e9, "edge_bytes_per_s": 1e9, "visit_s": 1e-4, "memory_bytes": 1e9, **device})
+    return Topology((one,) * size, Link(1e-4, 1e8), Link(1e-3, 1e7), 1e10, 0.0)
+
+
+def work(micro_batches: int = 1, halo: float = 0.4) -> Workload:
+    return uniform_workload(MODEL, [100.0] * K, [1000.0] * K, halo, micro_batches)
+
+
+@st.composite
+def plans(draw: st.DrawFn, size: int = P, layers: int = MODEL.layers) -> Plan:
+    """Any legal plan of K partitions."""
+    placements = []
+    for _ in range(K):
+        ranks = tuple(draw(st.permutations(range(size)))[: draw(st.integers(1, size))])
+        mode = draw(st.sampled_from(MODES))
+        if mode == "graph":
+            placements.append(Placement("graph", ranks[:1]))
+        elif mode == "pipeline":
+            cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=len(ranks) - 1, max_size=len(ranks) - 1)))
+            split = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+            placements.append(Placement("pipeline", ranks, split))
+        else:
+            placements.append(Placement(mode, ranks))
+    wave, rounds = draw(st.integers(0, 3)), draw(st.integers(0, 2))
+    return Plan(size, layers, tuple(placements), wave, rounds, draw(st.sampled_from(("none", "edges", "layer"))))
+
+
+@given(plan=plans(), micro_batches=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_work_is_conserved_by_any_plan(plan: Plan, micro_batches: int) -> None:
+    workload = work(micro_batches)
+    placed = loads(plan, workload)
+    assert placed.src_rows.sum() == pytest.approx(workload.rows)
+    assert placed.dst_rows.sum() == pytest.approx(workload.rows)
+    assert placed.edges.sum() == pytest.approx(workload.edges)
+    for sent in (placed.sent, placed.returned, placed.moved):
+        assert (sent >= 0).all()
+        assert np.einsum("wlrr->", sent) == 0, "a rank sends itself nothing"
+
+
+@given(plan=plans(), micro_batches=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_a_better_machine_is_never_slower(plan: Plan, micro_batches: int) -> None:
+    workload, base = work(micro_batches), machine()
+    step = estimate(plan, workload, base).step_s
+    better = [
+        replace(base, same_host=Link(1e-4, 1e9)),
+        replace(base, same_host=Link(1e-5, 1e8)),
+        machine(row_flops_per_s=2e9),
+        machine(edge_bytes_per_s=2e9),
+        machine(visit_s=0.0),
+        replace(base, optimizer_bytes_per_s=1e11),
+    ]
+    for topology in better:
+        assert estimate(plan, workload, topology).step_s <= step * (1 + 1e-12)
+    slow = replace(base.devices[2], row_flops_per_s=5e8)
+    slower = replace(base, devices=(*base.devices[:2], slow, base.devices[3]))
+    assert estimate(plan, workload, slower).step_s >= step * (1 - 1e-12)
+
+
+def test_bytes_follow_the_formulas() -> None:
+    n, c, b = 100.0 * K, MODEL.width, MODEL.bytes_per_element
+    workload = work()
+    graph = loads(fixed_plan("graph", [1.0] * K, P, MODEL.layers), workload)
+    halo = graph.halo_rows[0, 0]
+    # 2 h C b: keys and values of the halo
+    assert graph.sent[0, 0].sum(axis=0) == pytest.approx(2 * halo * c * b)
+    assert graph.returned.sum() == graph.moved.sum() == 0
+    # 4 (u - 1) / u n C b over a group of u, a rank's share each: Q, K, V there and O back
+    model = loads(fixed_plan("model", [1.0] * K, P, MODEL.layers), workload)
+    layer = (model.sent + model.returned)[0, 0]
+    assert layer.sum() == pytest.approx(4 * (P - 1) / P * n * c * b)
+    assert layer.sum(axis=1) == pytest.approx(np.full(P, layer.sum() / P))
+    # n C b at each of the stage borders
+    pipeline = loads(fixed_plan("pipeline", [1.0] * K, P, MODEL.layers), workload)
+    assert pipeline.moved.sum() == pytest.approx((P - 1) * n * c * b)
+    assert pipeline.sent.sum() == 0
+    data = loads(fixed_plan("data", [1.0] * K, P, MODEL.layers), work(P))
+    assert data.sent.sum() == data.returned.sum() == data.moved.sum() == 0
+
+
+def test_needed_rows_of_partitions_on_one_rank_count_once() -> None:
+    everything = work(halo=float(K - 1))  # every partition needs every row of all others
+    graph = loads(fixed_plan("graph", [1.0] * K, P, MODEL.layers), everything)
+    assert graph.halo_rows[0, 0] == pytest.approx(100.0 * (K - K // P))
+
+
+@pytest.mark.parametrize("waves", [1, 2, 8])
+def test_a_pipeline_fills_and_drains(waves: int) -> None:
+    """Without messages: `(m + p - 1) t`, forward and backward, with equal stages."""
+    free = replace(machine(visit_s=0.0), same_host=Link(0.0, 1e30))
+    plan = fixed_plan("pipeline", [1.0] * K, P, MODEL.layers)
+    cost = estimate(plan, work(waves), free)
+    stage = (cost.rowwise_s[0] + cost.edgewise_s[0]) / waves
+    expected = (waves + P - 1) * stage + cost.reduction_s + cost.optimizer_s
+    assert cost.step_s == pytest.approx(expected)
+
+
+def test_data_parallel_micro_batches_share_the_time() -> None:
+    free = replace(machine(visit_s=0.0), same_host=Link(0.0, 1e30))
+    plan = fixed_plan("data", [1.0] * K, P, MODEL.layers)
+    alone = fixed_plan("data", [1.0] * K, 1, MODEL.layers)
+    many = estimate(plan, work(P), free)
+    one = estimate(alone, work(P), machine(1, visit_s=0.0))
+    assert many.step_s - many.reduction_s == pytest.approx((one.step_s - one.optimizer_s) / P + many.optimizer_s)
+
+
+def test_memory_falls_with_checkpointing_rounds_and_zero() -> None:
+    workload, base = work(4), machine()
+    plan = fixed_plan("graph", [1.0] * K, P, MODEL.layers, micro_batches_per_wave=1)
+    none = max(estimate(plan, workload, base).memory_bytes)
+    assert max(estimate(replace(plan, checkpointing="layer"), workload, base).memory_bytes) < none
+    assert max(estimate(replace(plan, waves_per_round=1), workload, base).memory_bytes) < none
+    states = [state_bytes(1000, stage, 4, False) for stage in (0, 1, 2, 3)]
+    assert states == sorted(states, reverse=True)
+    assert states[0] == 16_000 and states[3] == 4_000
+    assert not estimate(plan, workload, machine(memory_bytes=none / 2)).fits
+
+
+def test_gradients_cost_more_with_more_rounds_only_where_they_are_reduced_each_round() -> None:
+    assert reduction_s(1000, machine(1), 2, 5) == 0
+    once = reduction_s(1000, machine(), 1, 1)
+    assert reduction_s(1000, machine(), 1, 5) == once
+    assert reduction_s(1000, machine(), 2, 5) == pytest.approx(5 * once)
+
+
+def test_a_topology_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 devices, the plan 4 ranks"):
+        estimate(fixed_plan("graph", [1.0] * K, P, MODEL.layers), work(), machine(2))
