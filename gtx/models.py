@@ -221,6 +221,7 @@ class GraphModel(nn.Module):
     def __init__(self, config: ModelConfig, num_features: int, num_classes: int):
         super().__init__()
         width, count = config.width, config.layers
+        self.uses_edges = config.name != "MLP"
         self.input_dropout = config.input_dropout
         self.encoder: nn.Module = nn.Linear(num_features, width)
         self.classifier: nn.Module = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, num_classes))

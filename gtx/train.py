@@ -323,7 +323,7 @@ class Run:
             with self.timer.phase("compiling"):
                 batch, compiled = self.prefetcher.step(step)
             result = self.executor.train_step(compiled, self.plan, step, fixed=batch.fixed)
-            self._edges += (compiled.edges, compiled.edges_whole)
+            self._edges += (result.edges, compiled.edges_whole)
             scores: dict[str, float | None] = {}
             if step == num_steps - 1 or (every and (step + 1) % every == 0):
                 with self.timer.phase("evaluate"):

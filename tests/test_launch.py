@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import yaml
 
+import launch
 from gtx.report import check_report
 from scheduler.plan import from_json
 
@@ -61,11 +61,15 @@ def command(*arguments: str | Path, cwd: Path = ROOT) -> Ended:
     return Ended(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - start)
 
 
-def launched(launcher: str, script: str | Path = "launch.py") -> list[str | Path]:
-    """The start of a command line; two ranks but for python, and a port that nobody uses."""
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def launched(launcher: str, script: str | Path = "launch.py") -> list[str | Path]:
+    """The start of a command line; two ranks but for python, and a port that nobody uses."""
+    port = free_port()
     return {
         "python": [sys.executable, script],
         "deepspeed": [BIN / "deepspeed", "--num_gpus", "2", "--master_port", port, script],
@@ -79,9 +83,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("launch")
 
 
+def settings(folder: Path) -> list[str]:
+    return [f"train.steps={STEPS}", f"partition.cache={folder / 'partitions'}", "engine.threads=1"]
+
+
 def train(folder: Path, launcher: str, run_dir: str, *overrides: str, script: str | Path = "launch.py") -> Ended:
-    settings = [f"train.steps={STEPS}", f"partition.cache={folder / 'partitions'}", "engine.threads=1"]
-    return command(*launched(launcher, script), "train", CONFIG, *settings, *overrides, "--run-dir", folder / run_dir)
+    more = [*settings(folder), *overrides, "--run-dir", folder / run_dir]
+    return command(*launched(launcher, script), "train", CONFIG, *more)
+
+
+def written(folder: Path, name: str, text: str, **values: object) -> Path:
+    """A script that stands in for `launch.py`."""
+    path = folder / f"{name}.py"
+    path.write_text(textwrap.dedent(text).format(root=str(ROOT), **values), encoding="utf-8")
+    return path
 
 
 def losses(run_dir: Path) -> np.ndarray:
@@ -90,11 +105,11 @@ def losses(run_dir: Path) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Iterator[Ended]:
+def plain(folder: Path) -> Ended:
     """The plain run: one process, plain torch."""
     ended = train(folder, "python", "plain", *PLAIN)
     assert ended.status == 0, ended.err
-    yield ended
+    return ended
 
 
 # A run and what it leaves ---------------------------------------------------------------------------------------------
@@ -130,51 +145,85 @@ def test_phases_of_every_record_sum_to_its_wall_time(plain: Ended, folder: Path)
         assert record["rows_computed"] > 0 and record["edges_computed"] > 0
 
 
-def test_a_report_prints_as_tables(plain: Ended, folder: Path) -> None:
-    ended = command(*launched("python"), "report", folder / "plain")
-    assert ended.status == 0, ended.err
-    assert "rowwise" in ended.out and "fingerprint" in ended.out
+def test_a_report_prints_as_tables(plain: Ended, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["report", str(folder / "plain")]) == 0
+    out = capsys.readouterr().out
+    assert "rowwise" in out and "fingerprint" in out
 
 
 # The same losses under every launcher and mode ------------------------------------------------------------------------
 
+EVERY_MODE = """
+    import os, sys
 
-@pytest.mark.parametrize("mode", ["graph", "model", "pipeline", "data"])
-def test_deepspeed_gives_the_losses_of_the_plain_run_in_every_mode(mode: str, plain: Ended, folder: Path) -> None:
-    ended = train(folder, "deepspeed", mode, f"plan.mode={mode}")
-    assert ended.status == 0, ended.out + ended.err
-    np.testing.assert_allclose(losses(folder / mode), losses(folder / "plain"), rtol=1e-5)
+    sys.path.insert(0, {root!r})
+    import launch
+    import gtx.train
+    from gtx.engine import import_deepspeed
+    from gtx.parallel.world import solo
+
+    import_deepspeed(solo())  # what takes long, once for all modes
+    if __name__ == "__main__":
+        for mode, port in {ports!r}.items():
+            sys.stdout.flush()
+            child = os.fork()
+            if child == 0:
+                os.environ["MASTER_PORT"] = port
+                status = launch.main([*sys.argv[1:], "plan.mode=" + mode, "--run-dir", {runs!r} + "/" + mode])
+                sys.stdout.flush()
+                os._exit(status)
+            if os.waitpid(child, 0)[1]:
+                sys.exit("mode " + mode + " failed")
+"""
+
+
+def assert_losses_of_the_plain_run(folder: Path, mode: str) -> None:
+    np.testing.assert_allclose(losses(folder / mode), losses(folder / "plain"), rtol=1e-5, err_msg=mode)
     report = json.loads((folder / mode / "strategy-report.json").read_text(encoding="utf-8"))
     check_report(report)
     assert report["run"]["world_size"] == 2
-    assert {partition["mode"] for partition in report["partitions"]} == {mode}
+    if mode != "mixed":
+        assert {partition["mode"] for partition in report["partitions"]} == {mode}
 
 
-def test_a_written_plan_runs_under_torchrun(plain: Ended, folder: Path) -> None:
+def test_the_command_of_the_readme_gives_the_losses_of_the_plain_run(plain: Ended, folder: Path) -> None:
+    """`deepspeed --num_gpus 2 launch.py train configs/digits_gt.yaml plan.mode=model`"""
+    ended = train(folder, "deepspeed", "model", "plan.mode=model")
+    assert ended.status == 0, ended.out + ended.err
+    assert_losses_of_the_plain_run(folder, "model")
+
+
+def test_deepspeed_gives_the_losses_of_the_plain_run_in_every_mode(plain: Ended, folder: Path) -> None:
+    """Like the command above for the other modes, each in a fork of two ranks that have imported everything."""
+    modes = ("graph", "pipeline", "data", "mixed")
+    ports = {mode: free_port() for mode in modes}
+    script = written(folder, "every_mode", EVERY_MODE, ports=ports, runs=str(folder))
+    ended = command(*launched("deepspeed", script), "train", CONFIG, *settings(folder))
+    assert ended.status == 0, ended.out + ended.err
+    for mode in modes:
+        assert_losses_of_the_plain_run(folder, mode)
+
+
+def test_a_written_plan_runs_under_torchrun(plain: Ended, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`plan --out` writes the mix of modes; the run that is given the file runs it, with the plain run's losses."""
     file = folder / "mixed.json"
-    cache = f"partition.cache={folder / 'partitions'}"
-    shown = command(*launched("python"), "plan", CONFIG, cache, "plan.mode=mixed", "--world-size", "2", "--out", file)
-    assert shown.status == 0, shown.err
+    wanted = ["plan.mode=mixed", "plan.checkpointing=layer", "--world-size", "2", "--out", str(file)]
+    assert launch.main(["plan", str(ROOT / CONFIG), *settings(folder), *wanted]) == 0
     plan = from_json(file.read_text(encoding="utf-8"))
     assert {place.mode for place in plan.partitions} == {"graph", "model", "pipeline", "data"}
-    assert plan.fingerprint in shown.out
-    ended = train(folder, "torchrun", "mixed", f"plan.file={file}")
+    assert plan.fingerprint in capsys.readouterr().out
+    ended = train(folder, "torchrun", "from-file", f"plan.file={file}", *PLAIN)
     assert ended.status == 0, ended.out + ended.err
-    np.testing.assert_allclose(losses(folder / "mixed"), losses(folder / "plain"), rtol=1e-5)
-    assert (folder / "mixed" / "plan-0.json").read_text(encoding="utf-8") == file.read_text(encoding="utf-8")
-    # The file is for two ranks and this is one.
-    refused = train(folder, "python", "refused", f"plan.file={file}", *PLAIN)
-    assert_one_line(refused, f"plan.file {file} is for 2 ranks, 1 were launched; launch as many")
-    assert not (folder / "refused").exists()
+    np.testing.assert_allclose(losses(folder / "from-file"), losses(folder / "plain"), rtol=1e-5)
+    assert (folder / "from-file" / "plan-0.json").read_text(encoding="utf-8") == file.read_text(encoding="utf-8")
 
 
-def test_partition_shows_every_part(plain: Ended, folder: Path) -> None:
-    ended = command(*launched("python"), "partition", CONFIG, f"partition.cache={folder / 'partitions'}")
-    assert ended.status == 0, ended.err
-    assert "reused" in ended.out  # what the plain run has cut
-    rows = [line for line in ended.out.splitlines() if line.strip(" │|").split(" ")[0].isdigit()]
-    assert len(rows) == 16
+def test_partition_shows_every_part(plain: Ended, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["partition", str(ROOT / CONFIG), *settings(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "reused" in out  # what the plain run has cut
+    first_words = [line.strip(" │|").split(" ")[0] for line in out.splitlines() if line.startswith(("│", "|"))]
+    assert first_words == [str(part) for part in range(16)]
 
 
 # When something is wrong ----------------------------------------------------------------------------------------------
@@ -220,6 +269,7 @@ def test_a_missing_run_folder_is_one_line(folder: Path) -> None:
     assert not (folder / "nowhere").exists()
 
 
+# Something befalls rank 1 at step 2.
 DRIVER = """
     import sys, time
 
@@ -240,17 +290,9 @@ DRIVER = """
 """
 
 
-def driver(folder: Path, name: str, mishap: str) -> Path:
-    """A `launch.py` in which something befalls rank 1 at step 2."""
-    path = folder / f"{name}.py"
-    path.write_text(textwrap.dedent(DRIVER).format(root=str(ROOT), mishap=mishap), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_an_exception_on_one_rank_ends_the_run_with_its_traceback(launcher: str, folder: Path) -> None:
-    script = driver(folder, "raises", "raise KeyError('a mishap on rank 1')")
-    ended = train(folder, launcher, f"raises-{launcher}", "train.steps=1000", script=script)
+def test_an_exception_on_one_rank_ends_the_run_with_its_traceback(folder: Path) -> None:
+    script = written(folder, "raises", DRIVER, mishap="raise KeyError('a mishap on rank 1')")
+    ended = train(folder, "deepspeed", "raises", "train.steps=1000", *PLAIN, script=script)
     assert ended.status != 0
     assert ended.seconds < 60
     text = ended.out + ended.err
@@ -260,12 +302,12 @@ def test_an_exception_on_one_rank_ends_the_run_with_its_traceback(launcher: str,
 
 
 def test_a_hang_ends_with_the_place_and_the_rank_that_did_not_arrive(folder: Path) -> None:
-    script = driver(folder, "hangs", "time.sleep(1000)")
+    script = written(folder, "hangs", DRIVER, mishap="time.sleep(1000)")
     ended = train(
         folder, "torchrun", "hangs", "train.steps=1000", "engine.timeout_s=4", "plan.mode=model", *PLAIN, script=script
     )
     assert ended.status != 0
     assert ended.seconds < 60
     line = next(line for line in ended.err.splitlines() if "gtx: rank 0: " in line)
-    assert "exchange " in line and "layer 0, wave 0, step 2" in line
+    assert "exchange fetch of wave 0" in line
     assert "rank(s) that did not arrive: 1" in line

@@ -124,7 +124,7 @@ class Executor:
             self.channel.drain()
             self._update_norms(runtime, batch)
             loss = float(self.world.sum_facts(local.reshape(1))[0])
-        return StepResult(loss, batch.rows, batch.edges)
+        return StepResult(loss, batch.rows, batch.edges if self.engine.model.uses_edges else 0.0)
 
     def _loss(self, logits: Tensor, wave: CompiledWave) -> Tensor:
         labels = self.labels[torch.from_numpy(wave.target_nodes).to(self.labels.device)]
@@ -136,15 +136,18 @@ class Executor:
         if not norms:
             return
         width = max(norm.running_mean.numel() for norm in norms)
-        shape = (len(norms), batch.num_micro_batches, 2, width)
+        shape = (len(norms), batch.num_micro_batches, 2, width + 1)  # the last column: whether somebody reported
         mine = torch.zeros(shape, dtype=torch.float64)
         for (number, micro_batch), (mean, variance) in runtime.statistics.found.items():
             mine[number, micro_batch, 0, : mean.numel()] = mean.double().cpu()
             mine[number, micro_batch, 1, : variance.numel()] = variance.double().cpu()
+            mine[number, micro_batch, :, -1] = 1.0
         total = self.world.sum_facts(mine)
         for norm in norms:
             size = norm.running_mean.numel()
             for micro_batch in range(batch.num_micro_batches):
+                if not total[norm.number, micro_batch, 0, -1]:
+                    continue  # no rank has rows of it
                 mean, variance = total[norm.number, micro_batch, :, :size].to(norm.running_mean.device)
                 norm.update(mean, variance)
 
