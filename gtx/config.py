@@ -215,6 +215,17 @@ class Config(_Section):
             )
         return self
 
+    def without_effect(self) -> list[str]:
+        """A line for every setting that was given and does nothing beside the others."""
+        lines = []
+        if self.plan.file is not None:
+            given = sorted(self.plan.model_fields_set - {"file"})
+            lines += [f"plan.{key} has no effect: plan.file {self.plan.file} decides" for key in given]
+        for key, kind in (("parts", "cluster"), ("seeds", "neighbor")):
+            if key in self.batch.model_fields_set and self.batch.kind != kind:
+                lines.append(f"batch.{key} has no effect: batch.kind is {self.batch.kind}, not {kind}")
+        return lines
+
     def as_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 

@@ -194,6 +194,8 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
     started = datetime.now(timezone.utc)
     with joined(config) as world:
         loud = say if world.rank == 0 else _silent
+        for line in config.without_effect():
+            loud(f"note: {line}")
         loaded = load_partitioned(config, world)
         graph = loaded.partitioned
         tell_graph(loaded, loud)

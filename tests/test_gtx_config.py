@@ -125,6 +125,13 @@ def test_a_config_is_frozen() -> None:
 # Fan-outs -------------------------------------------------------------------------------------------------------------
 
 
+def test_settings_without_effect_are_told() -> None:
+    data = {"plan": {"mode": "data", "file": "p.json"}, "batch": {"kind": "cluster", "parts": 2, "seeds": 3}}
+    told = parse_config(data).without_effect()
+    assert [line.split()[0] for line in told] == ["plan.mode", "batch.seeds"]
+    assert parse_config({}).without_effect() == []
+
+
 def test_fanouts_are_one_a_layer() -> None:
     assert SamplingConfig(fanout=5).per_layer(2) == (5, 5)
     assert SamplingConfig(fanout=(5, None, 1)).per_layer(3) == (5, None, 1)
