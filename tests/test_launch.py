@@ -162,7 +162,10 @@ EVERY_MODE = """
     from gtx.engine import import_deepspeed
     from gtx.parallel.world import solo
 
-    import_deepspeed(solo())  # what takes long, once for all modes
+    # What takes long, once for all modes: imports that would else come later, in every fork.
+    import_deepspeed(solo())
+    import sklearn.datasets, sklearn.metrics, sklearn.neighbors, torch._inductor.compile_fx
+
     if __name__ == "__main__":
         for mode, port in {ports!r}.items():
             sys.stdout.flush()

@@ -11,7 +11,7 @@ Legend: `N` rows of this rank, `T` tensors packed side by side (2 for K and V), 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -138,10 +138,16 @@ class Channel:
             ops += [dist.P2POp(dist.isend, t, peer, group) for peer, t in sends]
             works = dist.batch_isend_irecv(ops) if ops else []
             return [(self._number, peer, work) for peer, _ in recvs[:1] for work in works]
-        pending = [(self._number, peer, dist.irecv(t, peer, group)) for peer, t in recvs]
+        pending = [(self._number, peer, self._post_one(dist.irecv, t, peer, label)) for peer, t in recvs]
         for peer, t in sends:
-            self._outbox.append(_Sent(self._number, dist.isend(t, peer, group), t, peer, label))
+            self._outbox.append(_Sent(self._number, self._post_one(dist.isend, t, peer, label), t, peer, label))
         return pending
+
+    def _post_one(self, message: Callable[..., Any], tensor: Tensor, peer: int, label: str) -> Any:
+        try:
+            return message(tensor, peer, self.world.rows_group)
+        except RuntimeError as error:  # the peer is gone, and that is known already
+            raise self.world.lost(f"exchange {label}", [peer], error) from error
 
     def wait(self, pending: Sequence[tuple[int, int, Any]], label: str) -> None:
         """Wait for receives. Raises ExchangeError naming the exchange and the ranks that did not arrive."""
