@@ -14,6 +14,8 @@ from types import TracebackType
 
 from monitor.records import EXCHANGE_KINDS, PHASES, ExchangeRecord
 
+_EVALUATE = "evaluate"  # whatever runs inside belongs to it: an evaluation is not part of what a step costs
+
 
 class _Phase:
     """The context of one phase. One object a name, reused, even inside itself: the stack is the timer's."""
@@ -32,7 +34,7 @@ class _Phase:
         now_ns = timer._clock()
         timer._ns[timer._stack[-1]] += now_ns - timer._mark_ns
         timer._mark_ns = now_ns
-        timer._stack.append(self._name)
+        timer._stack.append(_EVALUATE if timer._stack[-1] == _EVALUATE else self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -74,6 +76,8 @@ class PhaseTimer:
     seconds = timer.finish_step()  # {"rowwise": ..., "exchange.kv": ..., "other": ...}
     timer.wall_s, timer.exchanges  # of the step that just finished
     ```
+
+    The phase `evaluate` is charged with all that runs inside it, and exchanges there are not counted.
 
     Outside a step phases may be entered all the same; their time belongs to no step and is dropped. One timer serves
     one line of control at a time: autograd's thread may enter phases while the main thread waits for it inside
@@ -121,12 +125,15 @@ class PhaseTimer:
     def add_exchange(self, kind: str, *, sent_bytes: int, received_bytes: int, wait_s: float, messages: int) -> None:
         """Count one exchange; its seconds are those of the phase `exchange.<kind>`, of which `wait_s` went by waiting.
 
+        Inside the phase `evaluate` nothing is counted.
         Raises ValueError for a kind outside `EXCHANGE_KINDS`.
         """
         try:
             tally = self._tallies[kind]
         except KeyError:
             raise ValueError(f"there is no exchange {kind!r}; use one of {', '.join(EXCHANGE_KINDS)}") from None
+        if self._stack[-1] == _EVALUATE:
+            return
         tally.sent_bytes += sent_bytes
         tally.received_bytes += received_bytes
         tally.messages += messages

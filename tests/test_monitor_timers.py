@@ -138,3 +138,19 @@ def test_misuse_is_told(clock):
     ):
         timer.finish_step()
     assert {f"exchange.{kind}" for kind in EXCHANGE_KINDS} <= set(PHASES)
+
+
+def test_an_evaluation_is_charged_with_all_that_runs_inside_it() -> None:
+    """Its layers and exchanges are not those of the step."""
+    clock = iter(range(0, 10**12, 10**9))
+    timer = PhaseTimer(clock=lambda: next(clock))
+    timer.start_step()
+    with timer.phase("rowwise"):
+        pass
+    with timer.phase("evaluate"), timer.phase("rowwise"), timer.phase("exchange.kv"):
+        timer.add_exchange("kv", sent_bytes=8, received_bytes=8, wait_s=0.5, messages=1)
+    seconds = timer.finish_step()
+    assert seconds["rowwise"] == 1.0
+    assert seconds["evaluate"] == 5.0
+    assert "exchange.kv" not in seconds
+    assert timer.exchanges == ()

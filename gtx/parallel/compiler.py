@@ -132,7 +132,8 @@ class Compiler:
         layers: list[list[CompiledLayer]] = [[] for _ in states]
         edges = edges_whole = 0.0
         for layer in reversed(range(num_layers)):
-            drafts, counted, whole = self._layer(batch, states, layer)
+            if not self._repeats(batch, layer):
+                drafts, counted, whole = self._layer(batch, states, layer)
             edges += counted
             edges_whole += whole
             for compiled, draft in zip(layers, drafts, strict=True):
@@ -157,6 +158,16 @@ class Compiler:
             edges_whole / self.num_heads,
             self._sampling_s,
             total_s - self._sampling_s,
+        )
+
+    def _repeats(self, batch: Batch, layer: int) -> bool:
+        """Whether a layer has the rows, edges and owners of the one after it, so that nothing is found anew."""
+        return (
+            layer + 1 < self.plan.num_layers
+            and batch.fanout[layer] is None
+            and batch.fanout[layer + 1] is None
+            and not any(micro_batch.grows for micro_batch in batch.micro_batches)
+            and not any(place.mode == "pipeline" for place in self.plan.partitions)
         )
 
     def _targets(self, batch: Batch, state: _WaveState) -> tuple[torch.Tensor, Ids]:
