@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -28,14 +29,14 @@ from gtx.parallel.exchange import Block, Channel, Flight, Route, Slot
 from gtx.parallel.executor import Executor
 from gtx.parallel.world import World, solo
 from gtx.partition import partition
-from gtx.train import joined, load_partitioned
+from gtx.session import joined, load_partitioned
 from gtx.workload import model_shape
-from monitor import PhaseTimer
-from scheduler.cost import BACKWARD, edge_bytes, source_flops
+from monitor import PhaseTimer, current_memory_bytes
+from scheduler.cost import destination_flops, edge_bytes, row_bytes, source_flops
 from scheduler.plan import fixed_plan
-from scheduler.topology import Device, Link, Topology
+from scheduler.topology import FREE, Device, Link, Topology
 from scheduler.workload import ModelShape
-from sparse_engine import SparsePattern, sparse_attention
+from sparse_engine import resolve_backend
 
 ROWS, DEGREE, REPEATS = 8192, 16, 5
 MESSAGE_BYTES = (1 << 12, 1 << 20, 1 << 22)
@@ -55,20 +56,18 @@ def run_calibration(config: Config, out: Path, command: str) -> None:
             print(f"{world.size} rank(s) measured, written to {out}", flush=True)
 
 
-def calibrate(config: Config, world: World, shape: ModelShape, command: str) -> Topology:
-    """The topology of the ranks at hand, measured on all of them at once; the same on every rank."""
-    device = Device(
-        row_flops_per_s=_row_rate(config, world, shape),
-        edge_bytes_per_s=_edge_rate(config, world, shape),
-        visit_s=_visit_s(config, world),
-        memory_bytes=_memory_bytes(world),
-    )
+def calibrate(config: Config, world: World, shape: ModelShape, command: str, rows: int = ROWS) -> Topology:
+    """The topology of the ranks at hand, measured on all of them at once; the same on every rank.
+
+    rows: of the made-up graph that is timed; near those of a rank, since caches matter.
+    """
+    device = _device(config, world, shape, max(min(rows, 1 << 15), 1 << 11))
     links = _links(world)
     everyone = world.gather_facts((device, socket.gethostname(), links, _stream_bytes_per_s()))
     hosts = list(dict.fromkeys(host for _, host, _, _ in everyone))
-    devices = tuple(Device(**{**vars(found), "host": hosts.index(host)}) for found, host, _, _ in everyone)
+    devices = tuple(replace(found, host=hosts.index(host)) for found, host, _, _ in everyone)
     same, between = _kind(everyone, same_host=True), _kind(everyone, same_host=False)
-    near = same or between or Link(0.0, 1e12)
+    near = same or between or Link(0.0, FREE)
     return Topology(
         devices=devices,
         same_host=near,
@@ -76,6 +75,18 @@ def calibrate(config: Config, world: World, shape: ModelShape, command: str) -> 
         optimizer_bytes_per_s=min(stream for _, _, _, stream in everyone),
         step_s=0.0,
         made=f"{datetime.now(timezone.utc):%Y-%m-%d}, {command}",
+    )
+
+
+def probe_links(world: World) -> tuple[tuple[int, int, float, float], ...]:
+    """(rank, rank, alpha_s, bytes_per_s) of every pair, measured now; the same on every rank."""
+    links = _links(world)
+    everyone = world.gather_facts(links)
+    return tuple(
+        (rank, peer, link.alpha_s, link.bytes_per_s)
+        for rank, found in enumerate(everyone)
+        for peer, link in sorted(found.items())
+        if peer > rank
     )
 
 
@@ -91,52 +102,81 @@ def _kind(everyone: list[Any], same_host: bool) -> Link | None:
     return Link(median(link.alpha_s for link in found), median(link.bytes_per_s for link in found))
 
 
-def _row_rate(config: Config, world: World, shape: ModelShape) -> float:
-    """FLOP/s of a product of rows with a weight, forward and backward."""
-    x = torch.randn(ROWS, shape.width, device=world.device, requires_grad=True)
-    weight = torch.randn(2 * shape.width, shape.width, device=world.device, requires_grad=True)
+def _device(config: Config, world: World, shape: ModelShape, rows: int) -> Device:
+    """This rank's rates: the config's own model on made-up graphs of no rows, rows without edges, and with edges."""
+    layers = range(shape.layers)
+    tiny = _phases(config, world, shape, 8, 0)
+    plain = _phases(config, world, shape, rows, 0)
+    edged = _phases(config, world, shape, rows, DEGREE)
+    least = 0.02 * sum(edged.values())
 
-    def run() -> None:
-        torch.nn.functional.linear(x, weight).sum().backward()
+    def spent(phase: str, of: dict[str, float], without: dict[str, float]) -> float:
+        return max(of.get(phase, 0.0) - without.get(phase, 0.0), least)
 
-    flops = float(np.sum(source_flops(ModelShape(**{**vars(shape), "kind": "GT"}), float(ROWS))))
-    return flops * (1 + BACKWARD) / _seconds(run, world)
-
-
-def _edge_rate(config: Config, world: World, shape: ModelShape) -> float:
-    """Bytes per second of attention, forward and backward, as `cost.edge_bytes` counts them."""
-    generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(0, ROWS, (ROWS * DEGREE,), generator=generator).to(world.device)
-    pattern = SparsePattern(torch.arange(0, ROWS * DEGREE + 1, DEGREE, device=world.device), indices, ROWS)
-    pattern.transpose()
-    heads, dim = shape.heads, max(shape.width // shape.heads, 1)
-    q, k, v = (torch.randn(ROWS, heads, dim, device=world.device, requires_grad=True) for _ in range(3))
-
-    def run() -> None:
-        sparse_attention(q, k, v, pattern, backend=config.model.backend).sum().backward()
-
-    count = float(np.sum(edge_bytes(ModelShape(**{**vars(shape), "kind": "GT"}), float(ROWS), float(ROWS * DEGREE))))
-    return count * (1 + BACKWARD) / _seconds(run, world)
-
-
-def _visit_s(config: Config, world: World) -> float:
-    """Seconds of one layer of one wave whose rows cost nothing: a whole step on a graph of eight nodes, per layer."""
-    nodes = np.arange(8)
-    everyone, nobody = np.ones(8, dtype=bool), np.zeros(8, dtype=bool)
-    graph = from_edges(
-        "eight", nodes, np.roll(nodes, 1), 8, np.ones((8, 4), np.float32), nodes % 2, everyone, nobody, nobody
+    flops = rows * sum(source_flops(shape, layer) + destination_flops(shape, layer) for layer in layers)
+    traffic = rows * sum(row_bytes(shape, layer) for layer in layers)
+    per_edge, per_row = (sum(column) for column in zip(*(edge_bytes(shape, layer) for layer in layers), strict=True))
+    row_s, edge_s = spent("rowwise", plain, tiny), spent("edgewise", edged, tiny)
+    product = _product_flops_per_s(world, shape, rows)
+    return Device(
+        row_flops_per_s=max(product, flops / row_s) if flops else product,
+        row_bytes_per_s=traffic / max(row_s - flops / product, 0.2 * row_s),
+        edge_bytes_per_s=(per_edge * rows * DEGREE + per_row * rows) / edge_s if per_edge else FREE,
+        packed_bytes_per_s=_packed_bytes_per_s(world, shape, rows),
+        message_s=1e-4,
+        visit_s=sum(tiny.values()) / shape.layers,
+        row_backward=min(max(spent("backward", plain, tiny) / row_s, 1.0), 4.0),
+        edge_backward=min(max(spent("backward", edged, plain) / edge_s, 1.0), 5.0),
+        memory_bytes=_memory_bytes(world),
+        resident_bytes=float(current_memory_bytes(str(world.device)) or 0),
     )
+
+
+def _phases(config: Config, world: World, shape: ModelShape, rows: int, degree: int) -> dict[str, float]:
+    """Median seconds by phase of a step of the model on a graph of equal degrees, while all ranks run it."""
+    generator = np.random.default_rng(0)
+    src = generator.integers(0, rows, rows * degree)
+    dst = np.repeat(np.arange(rows), degree)
+    everyone, nobody = np.ones(rows, dtype=bool), np.zeros(rows, dtype=bool)
+    features = generator.standard_normal((rows, shape.num_features), dtype=np.float32)
+    labels = np.arange(rows) % shape.num_classes
+    graph = from_edges("made up", src, dst, rows, features, labels, everyone, nobody, nobody)
     cut = partition(graph, "random", 1, 0)
-    here, layers = solo(world.device), config.model.layers
-    plan = fixed_plan("graph", [1.0], 1, layers)
-    model = GraphModel(config.model, 4, 2)
-    engine = TorchEngine(model, EngineConfig(name="torch"), here, 1)
-    timer = PhaseTimer()
-    timer.start_step()
-    executor = Executor(engine, cut, here, timer, seed=0, num_heads=config.model.heads, backend=config.model.backend)
-    batch = BatchPlanner(cut, BatchConfig(), SamplingConfig(), layers, 0).step(0)
+    here = solo(world.device)
+    plan = fixed_plan("graph", [1.0], 1, shape.layers)
+    model = GraphModel(config.model, shape.num_features, shape.num_classes)
+    precision = config.engine.precision if config.engine.precision == "float64" else "float32"
+    engine = TorchEngine(model, EngineConfig(name="torch", precision=precision), here, 1)
+    timer = PhaseTimer(synchronize=torch.cuda.synchronize if world.device.type == "cuda" else None)
+    backend = resolve_backend(config.model.backend, world.device, engine.dtype)
+    executor = Executor(engine, cut, here, timer, seed=0, num_heads=config.model.heads, backend=backend)
+    batch = BatchPlanner(cut, BatchConfig(), SamplingConfig(), shape.layers, 0).step(0)
     compiled = Compiler(cut, plan, here, config.model.heads, np.zeros(1, dtype=np.int64)).compile(batch)
-    return _seconds(lambda: executor.train_step(compiled, plan, 0, fixed=True), world) / layers
+    world.barrier()
+    found = []
+    for _ in range(REPEATS + 1):
+        timer.start_step()
+        executor.train_step(compiled, plan, 0, fixed=True)
+        phases = timer.finish_step()
+        found.append({name: phases.get(name, 0.0) for name in ("rowwise", "edgewise", "backward")})
+    return {name: median(f[name] for f in found[1:]) for name in found[0]}
+
+
+def _product_flops_per_s(world: World, shape: ModelShape, rows: int) -> float:
+    """FLOP/s of a product of rows with a weight."""
+    x = torch.randn(rows, shape.width, device=world.device)
+    weight = torch.randn(2 * shape.width, shape.width, device=world.device)
+    seconds = _timed(lambda: torch.nn.functional.linear(x, weight), world.device)
+    return 4.0 * rows * shape.width**2 / seconds
+
+
+def _packed_bytes_per_s(world: World, shape: ModelShape, rows: int) -> float:
+    """Bytes per second of picking rows to send and adding up rows that came, as the exchange does both."""
+    x = torch.randn(rows, 2 * shape.width, device=world.device)
+    chosen = torch.arange(0, rows, 2, device=world.device)
+    total = torch.zeros_like(x)
+    seconds = _timed(lambda: total.index_add_(0, chosen, x.index_select(0, chosen)), world.device)
+    return 2.0 * chosen.numel() * 2 * shape.width * 4.0 / seconds
 
 
 def _links(world: World) -> dict[int, Link]:
@@ -188,12 +228,6 @@ def _memory_bytes(world: World) -> float:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.size)))
     return total / max(local, 1)
-
-
-def _seconds(run: Callable[[], object], world: World) -> float:
-    """The median time of `run` while all ranks run it."""
-    world.barrier()
-    return _timed(run, world.device)
 
 
 def _timed(run: Callable[[], object], device: torch.device = torch.device("cpu")) -> float:  # noqa: B008

@@ -109,14 +109,73 @@ class SamplingConfig(_Section):
         return self.fanout
 
 
-class PlanConfig(_Section):
-    """mode: one family for all partitions, or `mixed`. file: a plan in JSON instead."""
+PlanMode = Literal["graph", "model", "pipeline", "data"]
 
-    mode: Literal["graph", "model", "pipeline", "data", "mixed"] = "graph"
+
+class PlanConfig(_Section):
+    """mode: one family for all partitions, `mixed`, `auto` (searched once) or `adaptive` (watched all along).
+
+    file: a plan in JSON instead. For auto and adaptive: allow: modes that may be used. pin: partition -> mode.
+    memory_limit_gib: what a rank may use, the device's memory if null. topology: a file of `launch.py calibrate`;
+    measured at the start if null. groups: sizes of groups, any divisor of the world size if null.
+    """
+
+    mode: Literal["graph", "model", "pipeline", "data", "mixed", "auto", "adaptive"] = "graph"
     file: Path | None = None
     micro_batches_per_wave: NonNegative | None = None
     waves_per_round: NonNegative = 0
     checkpointing: Literal["none", "edges", "layer"] = "none"
+    allow: tuple[PlanMode, ...] = ("graph", "model", "pipeline", "data")
+    pin: dict[NonNegative, PlanMode] = {}
+    memory_limit_gib: PositiveNumber | None = None
+    topology: Path | None = None
+    groups: tuple[Positive, ...] | None = None
+
+    @model_validator(mode="after")
+    def _constraints_agree(self) -> PlanConfig:
+        if not self.allow:
+            raise ValueError("allow is empty; name at least one of graph, model, pipeline, data")
+        for part, mode in self.pin.items():
+            if mode not in self.allow:
+                raise ValueError(f"pin puts partition {part} into mode {mode!r}, which allow does not name; add it")
+        return self
+
+    @property
+    def searched(self) -> bool:
+        """Whether the scheduler makes the plan."""
+        return self.file is None and self.mode in ("auto", "adaptive")
+
+
+class SchedulerConfig(_Section):
+    """How plans are chosen (`auto`, `adaptive`) and when they are changed (`adaptive`).
+
+    setting: `cost_model`, `greedy` (the family that the formulas of one layer prefer, nothing searched) or `oracle`
+        (the best plan of every family is run and the fastest kept).
+    probe_steps: steps under each of the best `probe_plans` plans at the start, ordinary training steps, from which
+        rates are fitted and the fastest is kept; 0 trusts the prediction. without: cost terms left out.
+    window: steps between decisions. The rest are the thresholds of the switch rule, see docs/scheduler.md.
+    """
+
+    setting: Literal["cost_model", "greedy", "oracle"] = "cost_model"
+    probe_steps: NonNegative = 3
+    probe_plans: Positive = 3
+    without: tuple[Literal["rowwise", "edgewise", "visits", "exchange", "reduction", "optimizer"], ...] = ()
+    window: Annotated[int, Field(ge=2, strict=True)] = 10
+    delta: Probability = 0.07
+    kappa: NonNegativeNumber = 1.5
+    z: NonNegativeNumber = 1.0
+    hold: Positive = 2
+    cooldown: NonNegative = 20
+    hotspot: PositiveNumber = 2.0
+    straggler: PositiveNumber = 1.3
+    exchange: PositiveNumber = 0.25
+    memory: PositiveNumber = 0.9
+    drift: PositiveNumber = 0.2
+    review: Positive = 20
+    snap: PositiveNumber = 1.2
+    max_failures: Positive = 3
+    hysteresis: bool = True
+    modes: bool = True  # whether a switch may change modes, for ablations
 
 
 class EngineConfig(_Section):
@@ -195,6 +254,7 @@ class Config(_Section):
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig = SamplingConfig()
     plan: PlanConfig = PlanConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
     train: TrainConfig = TrainConfig(steps=100)
     monitor: MonitorConfig = MonitorConfig()
@@ -221,6 +281,12 @@ class Config(_Section):
         if self.plan.file is not None:
             given = sorted(self.plan.model_fields_set - {"file"})
             lines += [f"plan.{key} has no effect: plan.file {self.plan.file} decides" for key in given]
+        elif not self.plan.searched:
+            given = sorted(self.plan.model_fields_set & {"allow", "pin", "memory_limit_gib", "topology", "groups"})
+            lines += [f"plan.{key} has no effect: plan.mode is {self.plan.mode}, not auto or adaptive" for key in given]
+        if not self.plan.searched:
+            given = sorted(self.scheduler.model_fields_set)
+            lines += [f"scheduler.{key} has no effect: nothing is searched" for key in given]
         for key, kind in (("parts", "cluster"), ("seeds", "neighbor")):
             if key in self.batch.model_fields_set and self.batch.kind != kind:
                 lines.append(f"batch.{key} has no effect: batch.kind is {self.batch.kind}, not {kind}")

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from monitor.records import EXCHANGE_KINDS, PHASES, StepRecord, json_number
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 REPORT_NAME = "strategy-report.json"
 EXACTNESS = {
     "exact": "equal to one rank, sums reordered",
@@ -55,6 +55,7 @@ def build_report(
     losses: Sequence[float],
     partitioning: Mapping[str, Any] | None = None,
     metric: str = "score",
+    scheduler: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The report of a run as JSON types. The schema describes every block.
 
@@ -65,6 +66,7 @@ def build_report(
     evaluations: `step, val_score, test_score` each; more is better.
     exactness: a class of `EXACTNESS`, or `class: reason`.
     metric: what the scores are.
+    scheduler: what was searched, seen and decided, see `gtx/adapt.py`; None where no run was.
 
     Raises ValueError if `steps` do not hold the same steps for every rank of the world, each once, or exactness names
     no known class.
@@ -88,6 +90,7 @@ def build_report(
         "evaluations": evaluations,
         "metric": metric,
         "best": _best(evaluations),
+        "scheduler": scheduler,
     }
     plain: dict[str, Any] = _plain(report)
     return plain

@@ -6,21 +6,25 @@ Not here: the strategy report of a run that was (`report.py`).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from gtx.adapt import engine_of, find_plan, limits_of, read_topology
 from gtx.batches import BatchPlanner
+from gtx.calibrate import calibrate
 from gtx.config import Config
 from gtx.engine import DTYPES
 from gtx.models import GraphModel
+from gtx.parallel.world import solo
 from gtx.partition import PartitionedGraph
-from gtx.train import load_partitioned, make_plan, partition_work, tell_graph
+from gtx.session import load_partitioned, tell_graph
+from gtx.train import make_plan
 from gtx.workload import count_workload, model_shape
-from scheduler.cost import estimate
-from scheduler.plan import MODES, Mode, Plan, fixed_plan
-from scheduler.topology import Topology, topology_from_json
+from scheduler.cost import Estimate, estimate
+from scheduler.plan import Plan
+from scheduler.search import Found, search
+from scheduler.topology import Topology
 
 
 def show_partition(config: Config, console: Console | None = None) -> None:
@@ -42,16 +46,30 @@ def show_plan(
 ) -> None:
     """Print the plan that a run on `world_size` ranks would have; write it as JSON where asked.
 
-    topology_file: print besides what each mode is predicted to cost there.
+    topology_file: print besides what the best plan of each family is predicted to cost there. Where the scheduler makes
+    the plan and no file is given, one rank of this machine is measured and the others are taken to be like it.
+    Raises ValueError with remedies if the scheduler finds no plan that fits.
     """
     if world_size < 1:
         raise ValueError(f"--world-size is {world_size}; give at least 1")
     console = console or Console()
+    topology_file = topology_file or config.plan.topology
     topology = None if topology_file is None else read_topology(topology_file, world_size)
     loaded = load_partitioned(config)
     tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False))
     graph = loaded.partitioned
-    plan = make_plan(config, graph, world_size)
+    if topology is None and not config.plan.searched:
+        plan = make_plan(config, graph, world_size)
+        console.print(_placements(plan, graph))
+    else:
+        plan = _predict(config, graph, topology, world_size, console)
+    console.print(f"plan {plan.fingerprint}")
+    if out is not None:
+        out.write_text(plan.to_json(), encoding="utf-8")
+        console.print(f"written to {out}; pass it as plan.file={out}", soft_wrap=True)
+
+
+def _placements(plan: Plan, graph: PartitionedGraph) -> Table:
     table = Table("partition", "mode", "ranks", "layers a stage", "rows", "edges", "halo rows")
     facts = graph.facts
     for p, place in enumerate(plan.partitions):
@@ -64,61 +82,51 @@ def show_plan(
             f"{facts.edges[p]:,}",
             f"{facts.halo_rows[p]:,}",
         )
-    console.print(table)
-    if topology is not None:
-        _print_estimates(config, graph, plan, topology, console)
-    console.print(f"plan {plan.fingerprint}")
-    if out is not None:
-        out.write_text(plan.to_json(), encoding="utf-8")
-        console.print(f"written to {out}; pass it as plan.file={out}", soft_wrap=True)
+    return table
 
 
-def read_topology(path: Path, world_size: int) -> Topology:
-    """A topology file for a number of ranks: as it is, or as many devices like its first one."""
-    try:
-        topology = topology_from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read --topology {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"--topology {path}: {error}") from None
-    return topology if topology.world_size == world_size else topology.resized(world_size)
-
-
-def _print_estimates(config: Config, graph: PartitionedGraph, plan: Plan, topology: Topology, console: Console) -> None:
-    """What each mode is predicted to cost for a typical step, and the plan of the config."""
+def _predict(
+    config: Config, graph: PartitionedGraph, topology: Topology | None, world_size: int, console: Console
+) -> Plan:
+    """Price the best plan of every family for a typical step, and the configured one; the plan that would run."""
     model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
     shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
     batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
     workload = count_workload(graph, batches.step(0), shape)
-    families: tuple[Mode | Literal["mixed"], ...] = (*MODES, "mixed")
-    plans: dict[str, Plan] = {
-        mode: fixed_plan(
-            mode,
-            partition_work(graph),
-            topology.world_size,
-            config.model.layers,
-            checkpointing=config.plan.checkpointing,
-        )
-        for mode in families
-    }
-    plans["as configured"] = plan
-    table = Table("plan", "step, ms", "busiest, ms", "waiting, ms", "sent, MiB", "memory of a rank, MiB", "verdict")
-    for name, candidate in plans.items():
-        cost = estimate(
-            candidate,
-            workload,
-            topology,
-            zero_stage=config.engine.zero_stage,
-            offload=config.engine.offload_optimizer == "cpu",
-        )
-        busy = max(a + b + c for a, b, c in zip(cost.rowwise_s, cost.edgewise_s, cost.visits_s, strict=True))
-        table.add_row(
-            name,
-            f"{cost.step_s * 1e3:.1f}",
-            f"{busy * 1e3:.1f}",
-            f"{max(cost.exchange_s) * 1e3:.1f}",
-            f"{sum(cost.sent_bytes) / 2**20:.1f}",
-            f"{max(cost.memory_bytes) / 2**20:.0f}",
-            "fits" if cost.fits else "exceeds the device's memory",
-        )
-    console.print(table)
+    if topology is None:
+        rows = graph.graph.num_nodes // world_size
+        topology = calibrate(config, solo(), shape, "launch.py plan", rows).resized(world_size)
+        console.print("machine: one rank of this one was measured, the others are taken to be like it")
+    engine, limits = engine_of(config), limits_of(config)
+    if config.plan.searched:
+        found = find_plan(config, workload, topology, engine, limits)
+        plan = found.plan
+    else:
+        plan = make_plan(config, graph, world_size)
+        found = search(workload, topology, engine, limits)
+    console.print(_placements(plan, graph))
+    console.print(_families(found, plan, estimate(plan, workload, topology, engine), config))
+    console.print(f"{found.tried} plans priced", highlight=False)
+    return plan
+
+
+def _families(found: Found, plan: Plan, configured: Estimate, config: Config) -> Table:
+    table = Table("plan", "step, ms", "busiest, ms", "waiting, ms", "sent, MiB", "memory, MiB", "verdict", "reason")
+
+    def row(name: str, cost: Estimate | None, verdict: str, reason: str) -> None:
+        cells = ["-"] * 5
+        if cost is not None:
+            cells = [
+                f"{cost.step_s * 1e3:.1f}",
+                f"{max(cost.busy_s) * 1e3:.1f}",
+                f"{max(cost.wait_s) * 1e3:.1f}",
+                f"{sum(cost.sent_bytes) / 2**20:.1f}",
+                f"{max(cost.memory_bytes) / 2**20:.0f}",
+            ]
+        table.add_row(name, *cells, verdict, reason)
+
+    for candidate in found.candidates:
+        row(candidate.family, candidate.estimate, candidate.verdict, candidate.reason)
+    if not config.plan.searched:
+        row("as configured", configured, "fits" if configured.fits else "too large", "")
+    return table

@@ -6,35 +6,33 @@ Not here: what a step does (`parallel/executor.py`), what the optimizer is (`eng
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import yaml
 
+from gtx.adapt import Pilot, Scheduled
 from gtx.batches import BatchPlanner
 from gtx.config import Config
-from gtx.datasets import load_graph
-from gtx.engine import make_engine
+from gtx.engine import DTYPES, make_engine
 from gtx.environment import device_facts, exactness, versions
-from gtx.graphs import GraphSummary, summarize
 from gtx.models import GraphModel
 from gtx.parallel.compiled import CompiledBatch
 from gtx.parallel.compiler import Compiler
 from gtx.parallel.executor import Executor, StepResult
 from gtx.parallel.prefetch import Prefetcher
-from gtx.parallel.world import World, join_world, launched_ranks, leave_world
-from gtx.partition import PartitionedGraph, load, load_or_partition
+from gtx.parallel.world import World
+from gtx.partition import PartitionedGraph
 from gtx.report import build_report, write_report
+from gtx.session import Say, joined, load_partitioned, tell_graph
 from gtx.tasks import score
+from gtx.workload import model_shape, partition_work
 from monitor import (
     CsvSink,
     JsonlSink,
@@ -42,6 +40,7 @@ from monitor import (
     ProgressBar,
     StepRecord,
     TensorBoardSink,
+    device_utilisation,
     gather_steps,
     memory_source,
     peak_memory_bytes,
@@ -50,74 +49,13 @@ from monitor import (
 from scheduler.plan import Plan, deal, fixed_plan, from_json
 from sparse_engine import resolve_backend
 
-ROW_WORK = 8.0  # edges that cost about as much as the row-wise work of one row; only balances partitions over ranks
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A graph ready to train on, the same on every rank."""
-
-    partitioned: PartitionedGraph
-    summary: GraphSummary
-    reused: bool
-
-
-def load_partitioned(config: Config, world: World | None = None) -> Loaded:
-    """Load and partition the graph once per host; the other ranks map the files that the first one wrote.
-
-    Raises ValueError with one line, on every rank, if the first rank of any host fails.
-    """
-
-    def make() -> Loaded:
-        data = config.data
-        graph = load_graph(
-            data.name,
-            root=data.root,
-            seed=config.seed,
-            split=data.split,
-            undirected=data.undirected,
-            self_loops=data.self_loops,
-            options=data.options,
-        )
-        part = config.partition
-        partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache)
-        return Loaded(partitioned, summarize(graph), reused)
-
-    if world is None or world.size == 1:
-        return make()
-    host, local_rank = socket.gethostname(), launched_ranks()[2]
-    made: Loaded | None = None
-    error: str | None = None
-    if local_rank == 0:
-        try:
-            made = make()
-        except (ValueError, OSError) as problem:
-            error = str(problem)
-    folder = made.partitioned.folder if made else None
-    facts = world.gather_facts((host, local_rank, error, folder, (made.summary, made.reused) if made else None))
-    for fact in facts:
-        if fact[2] is not None:
-            raise ValueError(fact[2])
-    if made is not None:
-        return made
-    first = next(fact for fact in facts if fact[0] == host and fact[1] == 0)
-    if first[3] is None:
-        return make()  # the first rank could not keep its files
-    return Loaded(load(first[3]), *first[4])
-
-
-def partition_work(graph: PartitionedGraph) -> list[float]:
-    """Relative work of each partition `[K]`, by which partitions are dealt to ranks."""
-    rows = np.diff(graph.starts)
-    return [float(r * ROW_WORK + e) for r, e in zip(rows, graph.facts.edges, strict=True)]
-
 
 def make_plan(config: Config, graph: PartitionedGraph, world_size: int) -> Plan:
     """The plan the config asks for. Raises ValueError with one line if a plan file does not fit the run."""
     plan = config.plan
     if plan.file is None:
+        if plan.mode == "auto" or plan.mode == "adaptive":
+            raise ValueError(f"plan.mode {plan.mode} is made by the scheduler, not here")
         return fixed_plan(
             plan.mode,
             partition_work(graph),
@@ -155,22 +93,6 @@ def read_plan(path: Path) -> Plan:
         raise ValueError(f"plan.file {path}: {error}") from None
 
 
-@contextmanager
-def joined(config: Config) -> Iterator[World]:
-    """This rank's world, torn down at the end."""
-    device = config.engine.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("engine.device is cuda and no CUDA device was found; use cpu or auto")
-    _, size, _ = launched_ranks()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
-    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // local_size)
-    torch.set_num_threads(threads)
-    yield join_world(timeout_s=config.engine.timeout_s, device=device)
-    leave_world()  # not after a failure: peers may be gone
-
-
 def run_training(config: Config, run_dir: Path | None, command: str) -> None:
     """Train, and say where the results are. Rank 0 speaks."""
     if config.plan.file is not None:
@@ -199,30 +121,31 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
         loaded = load_partitioned(config, world)
         graph = loaded.partitioned
         tell_graph(loaded, loud)
-        plan = make_plan(config, graph, world.size)
         backend = resolve_backend(config.model.backend, world.device, torch.float32)
         batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
         num_steps = config.train.steps or (config.train.epochs or 0) * batches.steps_per_epoch
         torch.manual_seed(config.seed)
         model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
         num_parameters = sum(p.numel() for p in model.parameters())
+        shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
+        pilot = (
+            Scheduled(config, world, graph, batches, shape, num_steps, loud)
+            if config.plan.searched
+            else Pilot(make_plan(config, graph, world.size), "file" if config.plan.file else config.plan.mode)
+        )
         engine = make_engine(model, config.engine, world, num_steps, loud)
         timer = PhaseTimer()
         executor = Executor(
             engine, graph, world, timer, seed=config.seed, num_heads=config.model.heads, backend=backend
         )
         homes = np.array(deal(partition_work(graph), world.size))
-        compiler = Compiler(graph, plan, world, config.model.heads, homes)
-        prefetcher = Prefetcher(compiler, batches, num_steps)
         loud(
-            f"{config.model.name} with {num_parameters:,} parameters, plan {plan.fingerprint} "
-            f"({'file' if config.plan.file else config.plan.mode}) on {world.size} rank(s), "
+            f"{config.model.name} with {num_parameters:,} parameters, plan {pilot.plan.fingerprint} "
+            f"({pilot.setting}) on {world.size} rank(s), "
             f"engine {config.engine.name}, {num_steps} steps"
         )
         sinks = Sinks(config, run_dir, num_steps) if world.rank == 0 else None
-        if sinks is not None:
-            (run_dir / "plan-0.json").write_text(plan.to_json(), encoding="utf-8")
-        run = Run(config, world, graph, plan, batches, executor, prefetcher, timer, sinks)
+        run = Run(config, world, graph, pilot, batches, executor, homes, timer, sinks)
         try:
             run.steps(num_steps)
         except ValueError as error:
@@ -230,7 +153,8 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
         finally:
             if sinks is not None:
                 sinks.close()
-        prefetcher.close()
+        run.close()
+        plan = pilot.plan
         devices = world.gather_facts(device_facts(world))
         if world.rank != 0:
             return {}
@@ -268,7 +192,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
             ],
             plan={
                 "fingerprint": plan.fingerprint,
-                "mode": "file" if config.plan.file else config.plan.mode,
+                "mode": pilot.setting,
                 "num_waves": len(plan.waves(batches.max_micro_batches)),
                 "num_rounds": len(plan.rounds(len(plan.waves(batches.max_micro_batches)))),
                 "checkpointing": plan.checkpointing,
@@ -282,6 +206,11 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
             model={**config.model.model_dump(mode="json"), "parameters": num_parameters, "attention_backend": backend},
             losses=run.losses,
             metric=graph.graph.metric,
+            scheduler={
+                **pilot.report(),
+                "plans": [{"from_step": step, "fingerprint": p.fingerprint} for step, p in pilot.history],
+                "seconds": run.seconds,
+            },
         )
         write_report(report, run_dir)
         return report
@@ -295,21 +224,35 @@ class Run:
         config: Config,
         world: World,
         graph: PartitionedGraph,
-        plan: Plan,
+        pilot: Pilot,
         batches: BatchPlanner,
         executor: Executor,
-        prefetcher: Prefetcher,
+        homes: npt.NDArray[np.int64],
         timer: PhaseTimer,
         sinks: Sinks | None,
     ):
-        self.config, self.world, self.graph, self.plan = config, world, graph, plan
-        self.batches, self.executor, self.prefetcher = batches, executor, prefetcher
+        self.config, self.world, self.graph, self.pilot = config, world, graph, pilot
+        self.batches, self.executor, self.homes = batches, executor, homes
         self.timer, self.sinks = timer, sinks
         self.records: list[StepRecord] = []  # of all ranks
         self.losses: list[float] = []
         self.evaluations: list[dict[str, Any]] = []
+        self.seconds = 0.0  # of all steps, evaluation and switches with them
         self._edges = np.zeros(2)  # attended and whole
+        self._num_steps = 0
+        self._adopt(0)
+
+    def _adopt(self, step: int) -> None:
+        """Compile for the pilot's plan from now on; what was compiled ahead for another is dropped."""
+        self.plan = self.pilot.plan
+        compiler = Compiler(self.graph, self.plan, self.world, self.config.model.heads, self.homes)
+        self.prefetcher = Prefetcher(compiler, self.batches)
         self._evaluation: CompiledBatch | None = None
+        if self.sinks is not None:
+            self.sinks.keep_plan(self.plan)
+
+    def close(self) -> None:
+        self.prefetcher.close()
 
     @property
     def shares(self) -> float:
@@ -319,19 +262,36 @@ class Run:
     def steps(self, num_steps: int) -> None:
         every = self.config.train.eval_every
         device = str(self.world.device)
+        began = time.perf_counter()
+        switched_s: float | None = None
         for step in range(num_steps):
             reset_peak_memory(device)
-            self.timer.start_step()
+            cpu = time.process_time()
+            self.timer.start_step(trace=switched_s is None and step == self._traced)
             with self.timer.phase("compiling"):
-                batch, compiled = self.prefetcher.step(step)
+                batch, compiled = self.prefetcher.step(step, last=step == num_steps - 1)
             result = self.executor.train_step(compiled, self.plan, step, fixed=batch.fixed)
             self._edges += (result.edges, compiled.edges_whole)
             scores: dict[str, float | None] = {}
             if step == num_steps - 1 or (every and (step + 1) % every == 0):
                 with self.timer.phase("evaluate"):
                     scores = self._evaluate(step)
-            self._record(step, result, scores)
+            records = self._record(step, result, compiled, scores, time.process_time() - cpu)
+            if switched_s is not None:
+                waited = max(record.phases.get("compiling", 0.0) for record in records)
+                sent = sum(e.sent_bytes for r in records for e in r.exchanges if e.kind == "fetch")
+                self.pilot.switched(step, switched_s + waited, sent)
+                switched_s = None
+            if self.pilot.after_step(step, records, num_steps - 1 - step) is not None:
+                begin = time.perf_counter()
+                self.prefetcher.close()
+                self._adopt(step + 1)
+                switched_s = time.perf_counter() - begin
+                self._traced = step + 3
+        self.seconds = time.perf_counter() - began
         self._edges = self.world.sum_facts(torch.from_numpy(self._edges)).numpy()
+
+    _traced = 2  # a step whose spans are kept, once caches are warm; anew after a switch
 
     def _evaluate(self, step: int) -> dict[str, float | None]:
         """Scores of the splits over the full neighbourhoods; only rank 0 computes them."""
@@ -349,8 +309,16 @@ class Run:
         self.evaluations.append({"step": step, **scores})
         return scores
 
-    def _record(self, step: int, result: StepResult, scores: dict[str, float | None]) -> None:
+    def _record(
+        self,
+        step: int,
+        result: StepResult,
+        compiled: CompiledBatch,
+        scores: dict[str, float | None],
+        cpu_s: float,
+    ) -> tuple[StepRecord, ...]:
         phases = self.timer.finish_step()
+        began = time.perf_counter()
         record = StepRecord(
             step=step,
             rank=self.world.rank,
@@ -363,12 +331,23 @@ class Run:
             loss=result.loss,
             plan_fingerprint=self.plan.fingerprint,
             memory_source=memory_source(str(self.world.device)),
+            peers=self.timer.peers,
+            cpu_s=cpu_s,
+            prepared_s=(compiled.sampling_s, compiled.compiling_s),
+            device_utilisation=device_utilisation(str(self.world.device)),
         )
         everyone = gather_steps(record, self.world.gather_facts)
+        spans = self.timer.spans
         self.losses.append(result.loss)
         if self.sinks is not None:
             self.records.extend(everyone)
             self.sinks.write(everyone, scores)
+        if step == self._traced:
+            traces = self.world.gather_facts(spans)
+            if self.sinks is not None:
+                self.sinks.keep_trace(step, self.plan, traces)
+        self.pilot.spent_s["monitor"] += time.perf_counter() - began
+        return everyone
 
 
 class Sinks:
@@ -382,6 +361,22 @@ class Sinks:
         self._records = JsonlSink(run_dir / "records.jsonl") if config.monitor.records else None
         self._board = TensorBoardSink(run_dir / "tensorboard") if config.monitor.tensorboard else None
         self._bar = ProgressBar(num_steps) if config.monitor.progress else None
+        self._run_dir, self._plans = run_dir, 0
+
+    def keep_plan(self, plan: Plan) -> None:
+        """Write the plan that the next steps run under as `plan-<n>.json`."""
+        (self._run_dir / f"plan-{self._plans}.json").write_text(plan.to_json(), encoding="utf-8")
+        self._plans += 1
+
+    def keep_trace(self, step: int, plan: Plan, traces: Sequence[Sequence[tuple[str, float, float]]]) -> None:
+        """Write the spans of one step as a Chrome trace, a thread a rank; chrome://tracing and Perfetto read it."""
+        events = [
+            {"name": name, "ph": "X", "pid": 0, "tid": rank, "ts": round(begin * 1e6, 1), "dur": round(s * 1e6, 1)}
+            for rank, spans in enumerate(traces)
+            for name, begin, s in ((name, begin, end - begin) for name, begin, end in spans)
+        ]
+        data = {"traceEvents": events, "otherData": {"step": step, "plan": plan.fingerprint}}
+        (self._run_dir / f"trace-{step}.json").write_text(json.dumps(data) + "\n", encoding="utf-8")
 
     def write(self, records: Sequence[StepRecord], scores: dict[str, float | None]) -> None:
         """One step: the records of all ranks, and scores where it ended with an evaluation."""
@@ -405,22 +400,6 @@ class Sinks:
         for sink in (self._metrics, self._records, self._board, self._bar):
             if sink is not None:
                 sink.close()
-
-
-def tell_graph(loaded: Loaded, say: Say) -> None:
-    """Two lines on the graph and how it is cut."""
-    summary, facts = loaded.summary, loaded.partitioned.facts
-    kind = "directed" if summary.directed else "undirected"
-    say(
-        f"graph {loaded.partitioned.graph.name}: {summary.num_nodes:,} nodes, {summary.num_edges:,} {kind} edges, "
-        f"{summary.num_features} features, {summary.num_classes} classes; {summary.isolated_nodes} isolated nodes, "
-        f"{summary.duplicate_edges} duplicate edges, {summary.self_loops} self loops"
-    )
-    made = "reused" if loaded.reused else f"made in {facts.seconds:.1f} s"
-    say(
-        f"partitions: {facts.parts} by {facts.method} ({facts.implementation}), {made}; cut {facts.cut_fraction:.1%}, "
-        f"balance {facts.node_balance:.2f} nodes, {facts.edge_balance:.2f} edges"
-    )
 
 
 def _silent(line: str) -> None:

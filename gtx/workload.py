@@ -16,7 +16,7 @@ from gtx.parallel.compiler import Compiler
 from gtx.parallel.world import solo
 from gtx.partition import PartitionedGraph
 from scheduler.plan import fixed_plan
-from scheduler.workload import LayerWork, ModelShape, Workload
+from scheduler.workload import ROW_WORK, LayerWork, ModelShape, Workload
 
 
 def model_shape(config: ModelConfig, model: GraphModel, graph: PartitionedGraph, bytes_per_element: int) -> ModelShape:
@@ -42,13 +42,23 @@ def count_workload(graph: PartitionedGraph, batch: Batch, shape: ModelShape) -> 
     node_of = np.empty(graph.graph.num_nodes, dtype=np.int64)
     node_of[np.asarray(graph.original_id)] = np.arange(graph.graph.num_nodes)
     part_of = np.asarray(graph.part_of)
-    return Workload(
-        shape,
-        tuple(
-            tuple(_count(layer, node_of, part_of, parts) for layer in wave.layers)
-            for wave in compiler.compile(batch).waves
-        ),
-    )
+    counted: dict[int, LayerWork] = {}  # layers that are one object are counted once
+
+    def count(layer: CompiledLayer) -> LayerWork:
+        key = id(layer.edges)
+        if key not in counted:
+            counted[key] = _count(layer, node_of, part_of, parts)
+        return counted[key]
+
+    waves = compiler.compile(batch).waves
+    layers = tuple(tuple(count(layer) for layer in wave.layers) for wave in waves)
+    return Workload(shape, layers, batch.fixed, tuple(partition_work(graph)))
+
+
+def partition_work(graph: PartitionedGraph) -> list[float]:
+    """Relative work of each partition `[K]`, by which partitions are dealt to ranks."""
+    rows = np.diff(graph.starts)
+    return [float(r * ROW_WORK + e) for r, e in zip(rows, graph.facts.edges, strict=True)]
 
 
 def _count(

@@ -3,12 +3,13 @@
 Knows nothing above it: no plan, no process group. To see all ranks it is handed a `gather`.
 """
 
-from monitor.memory import current_memory_bytes, memory_source, peak_memory_bytes, reset_peak_memory
+from monitor.memory import current_memory_bytes, device_utilisation, memory_source, peak_memory_bytes, reset_peak_memory
 from monitor.records import (
     EXCHANGE_KINDS,
     PHASES,
     ExchangeRecord,
     Gather,
+    PeerRecord,
     StepRecord,
     gather_steps,
     json_number,
@@ -16,6 +17,7 @@ from monitor.records import (
 )
 from monitor.sinks import METRICS_COLUMNS, CsvSink, JsonlSink, ProgressBar, TensorBoardSink, read_steps
 from monitor.timers import PhaseTimer
+from monitor.windows import RankWindow, Window, reduce_window
 
 __all__ = [
     "EXCHANGE_KINDS",
@@ -25,16 +27,21 @@ __all__ = [
     "ExchangeRecord",
     "Gather",
     "JsonlSink",
+    "PeerRecord",
     "PhaseTimer",
     "ProgressBar",
+    "RankWindow",
     "StepRecord",
     "TensorBoardSink",
+    "Window",
     "current_memory_bytes",
+    "device_utilisation",
     "gather_steps",
     "json_number",
     "memory_source",
     "peak_memory_bytes",
     "read_steps",
+    "reduce_window",
     "reset_peak_memory",
     "slowest_rank",
 ]

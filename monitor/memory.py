@@ -66,6 +66,18 @@ def memory_source(device: str) -> str:
     return "resident set (VmHWM), since the last reset"
 
 
+def device_utilisation(device: str) -> float | None:
+    """The share of time in which the GPU ran kernels lately, 0 to 1, by NVML; None on a CPU or without NVML."""
+    if not _is_cuda(device):
+        return None
+    import torch
+
+    try:
+        return float(torch.cuda.utilization(device)) / 100.0
+    except (ModuleNotFoundError, RuntimeError):  # pynvml is not installed, or the driver does not tell
+        return None
+
+
 def _is_cuda(device: str) -> bool:
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):

@@ -74,6 +74,32 @@ class ExchangeRecord:
 
 
 @dataclass(frozen=True)
+class PeerRecord:
+    """What one rank passed to and from one peer in a step, all kinds of exchange together. wait_s: waited for it."""
+
+    peer: int
+    sent_bytes: int
+    received_bytes: int
+    wait_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("peer", "sent_bytes", "received_bytes", "wait_s"):
+            _require_not_negative(f"peer {self.peer}: {name}", getattr(self, name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as JSON types; `from_dict` is the inverse."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PeerRecord:
+        """Raises ValueError with one line on a key too many or too few, or a value of a wrong type."""
+        _require_keys("peer record", data, {entry.name for entry in fields(cls)}, set())
+        return cls(
+            _whole(data, "peer"), _whole(data, "sent_bytes"), _whole(data, "received_bytes"), _number(data, "wait_s")
+        )
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """What one rank measured in one optimizer step.
 
@@ -83,6 +109,9 @@ class StepRecord:
     rows_computed, edges_computed: rows and edges of all layers that this rank worked on, forward.
     loss: of the whole step, the same on every rank. It may be infinite or not a number.
     plan_fingerprint: the plan the step ran under.
+    peers: one entry for each rank that rows went to or came from. cpu_s: processor time of the process, all threads.
+    prepared_s: seconds of sampling and compiling that this step's batch took, ahead of it in the background.
+    device_utilisation: of the GPU, 0 to 1, where NVML tells.
     Raises ValueError if phases do not sum to wall time, names are unknown, or a number is negative.
     """
 
@@ -97,6 +126,10 @@ class StepRecord:
     loss: float
     plan_fingerprint: str
     memory_source: str = "unknown"
+    peers: tuple[PeerRecord, ...] = ()
+    cpu_s: float = 0.0
+    prepared_s: tuple[float, float] = (0.0, 0.0)
+    device_utilisation: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", dict(self.phases))
@@ -138,6 +171,8 @@ class StepRecord:
         data = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         data["phases"] = dict(self.phases)
         data["exchanges"] = [exchange.as_dict() for exchange in self.exchanges]
+        data["peers"] = [peer.as_dict() for peer in self.peers]
+        data["prepared_s"] = list(self.prepared_s)
         data["loss"] = json_number(self.loss)
         return data
 
@@ -145,10 +180,14 @@ class StepRecord:
     def from_dict(cls, data: Mapping[str, Any]) -> StepRecord:
         """Raises ValueError with one line on a key too many or too few, a value of a wrong type or a contradiction."""
         names = {entry.name for entry in fields(cls)}
-        _require_keys("step record", data, names - {"memory_source"}, {"memory_source"})
-        phases, exchanges = data["phases"], data["exchanges"]
+        optional = {"memory_source", "peers", "cpu_s", "prepared_s", "device_utilisation"}
+        _require_keys("step record", data, names - optional, optional)
+        phases, exchanges, peers = data["phases"], data["exchanges"], data.get("peers", [])
         if not isinstance(phases, Mapping) or not isinstance(exchanges, list | tuple):
             raise ValueError("step record: phases must be an object and exchanges a list")
+        prepared = data.get("prepared_s", (0.0, 0.0))
+        if not isinstance(peers, list | tuple) or not isinstance(prepared, list | tuple) or len(prepared) != 2:
+            raise ValueError("step record: peers must be a list and prepared_s two numbers")
         return cls(
             step=_whole(data, "step"),
             rank=_whole(data, "rank"),
@@ -161,6 +200,10 @@ class StepRecord:
             loss=_number(data, "loss", finite=False),
             plan_fingerprint=_string(data, "plan_fingerprint"),
             memory_source=_string(data, "memory_source") if "memory_source" in data else "unknown",
+            peers=tuple(PeerRecord.from_dict(peer) for peer in peers),
+            cpu_s=_number(data, "cpu_s") if "cpu_s" in data else 0.0,
+            prepared_s=(float(prepared[0]), float(prepared[1])),
+            device_utilisation=data.get("device_utilisation"),
         )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from monitor.records import EXCHANGE_KINDS, PHASES, ExchangeRecord
+from monitor.records import EXCHANGE_KINDS, PHASES, ExchangeRecord, PeerRecord
 
 _EVALUATE = "evaluate"  # whatever runs inside belongs to it: an evaluation is not part of what a step costs
 
@@ -31,9 +31,7 @@ class _Phase:
         timer = self._timer
         if timer._synchronize is not None:
             timer._synchronize()
-        now_ns = timer._clock()
-        timer._ns[timer._stack[-1]] += now_ns - timer._mark_ns
-        timer._mark_ns = now_ns
+        timer._charge(timer._stack[-1], timer._clock())
         timer._stack.append(_EVALUATE if timer._stack[-1] == _EVALUATE else self._name)
 
     def __exit__(
@@ -43,9 +41,7 @@ class _Phase:
         timer = self._timer
         if timer._synchronize is not None:
             timer._synchronize()
-        now_ns = timer._clock()
-        timer._ns[timer._stack.pop()] += now_ns - timer._mark_ns
-        timer._mark_ns = now_ns
+        timer._charge(timer._stack.pop(), timer._clock())
 
 
 class _Tally:
@@ -93,8 +89,11 @@ class PhaseTimer:
         "_exchanges",
         "_mark_ns",
         "_ns",
+        "_peer_tallies",
+        "_peers",
         "_phases",
         "_running",
+        "_spans",
         "_stack",
         "_synchronize",
         "_tallies",
@@ -114,6 +113,9 @@ class PhaseTimer:
         self._running = False
         self._wall_s = 0.0
         self._exchanges: tuple[ExchangeRecord, ...] = ()
+        self._peer_tallies: dict[int, list[float]] = {}
+        self._peers: tuple[PeerRecord, ...] = ()
+        self._spans: list[tuple[str, int, int]] | None = None
 
     def phase(self, name: str) -> _Phase:
         """The context to run a phase in. Raises ValueError for a name outside `PHASES`."""
@@ -139,9 +141,23 @@ class PhaseTimer:
         tally.messages += messages
         tally.wait_s += wait_s
 
-    def start_step(self) -> None:
-        """Begin a step at zero. Raises RuntimeError inside a phase; a step left unfinished by an error is dropped."""
+    def add_peer(self, peer: int, *, sent_bytes: int = 0, received_bytes: int = 0, wait_s: float = 0.0) -> None:
+        """Count what went to or came from one rank. Inside the phase `evaluate` nothing is counted."""
+        if self._stack[-1] == _EVALUATE:
+            return
+        tally = self._peer_tallies.setdefault(peer, [0, 0, 0.0])
+        tally[0] += sent_bytes
+        tally[1] += received_bytes
+        tally[2] += wait_s
+
+    def start_step(self, *, trace: bool = False) -> None:
+        """Begin a step at zero. Raises RuntimeError inside a phase; a step left unfinished by an error is dropped.
+
+        trace: keep every span of a phase, for `spans`.
+        """
         self._require_no_phase("start_step")
+        self._peer_tallies.clear()
+        self._spans = [] if trace else None
         for name in PHASES:
             self._ns[name] = 0
         for tally in self._tallies.values():
@@ -157,9 +173,13 @@ class PhaseTimer:
         self._require_no_phase("finish_step")
         if not self._running:
             raise RuntimeError("finish_step without a start_step")
-        self._ns["other"] += self._read() - self._mark_ns
+        self._charge("other", self._read())
         self._running = False
         self._wall_s = sum(self._ns.values()) / 1e9
+        self._peers = tuple(
+            PeerRecord(peer, int(tally[0]), int(tally[1]), tally[2])
+            for peer, tally in sorted(self._peer_tallies.items())
+        )
         self._exchanges = tuple(
             ExchangeRecord(
                 kind=kind,
@@ -183,6 +203,26 @@ class PhaseTimer:
     def exchanges(self) -> tuple[ExchangeRecord, ...]:
         """What each kind of exchange passed in the step that finished last; kinds that did not run are left out."""
         return self._exchanges
+
+    @property
+    def peers(self) -> tuple[PeerRecord, ...]:
+        """What went to and came from each rank in the step that finished last."""
+        return self._peers
+
+    @property
+    def spans(self) -> list[tuple[str, float, float]]:
+        """(phase, begin, end) in seconds since the traced step began, in order; empty where it was not traced."""
+        if not self._spans:
+            return []
+        first = self._spans[0][1]
+        return [(name, (begin - first) / 1e9, (end - first) / 1e9) for name, begin, end in self._spans]
+
+    def _charge(self, name: str, now_ns: int) -> None:
+        """Time since the last border belongs to a phase."""
+        self._ns[name] += now_ns - self._mark_ns
+        if self._spans is not None and now_ns > self._mark_ns:
+            self._spans.append((name, self._mark_ns, now_ns))
+        self._mark_ns = now_ns
 
     def _read(self) -> int:
         if self._synchronize is not None:

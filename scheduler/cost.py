@@ -1,151 +1,144 @@
 """The cost model: what a plan would take on a topology, rank by rank, as an estimate one can read term by term.
 
-Every term is a small function with its formula. Not here: which plans to price (`search.py`), what the workload is
-(`workload.py`) and what was measured (`monitor/`).
+Every term is a small function with its formula. Not here: where the work falls (`placing.py`), which plans to price
+(`search.py`), what the workload is (`workload.py`) and what was measured (`monitor/`).
 
 Legend: `K` partitions, `P` ranks, `L` layers, `W` waves, `n` rows, `e` edges, `C` width, `F` FFN width, `H` heads, `b`
-bytes per element. Backward costs twice the forward's computation and the same exchanges.
+bytes per element. Backward costs about twice the forward's computation and the same exchanges.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.plan import Plan, head_slices, owner_table
+from scheduler.placing import Loads, place
+from scheduler.plan import Plan
 from scheduler.topology import Topology
-from scheduler.workload import LayerWork, ModelShape, Workload
+from scheduler.workload import ModelShape, Workload
 
 Array = npt.NDArray[np.float64]
 
-BACKWARD = 2.0  # a product's backward is two products of its size
+TERMS = ("rowwise", "edgewise", "visits", "exchange", "reduction", "optimizer")  # what an ablation can leave out
 
 
 # Work of one layer, forward -------------------------------------------------------------------------------------------
 
 
-def source_flops(model: ModelShape, rows: Array | float) -> Array | float:
-    """Row-wise FLOPs of rows before a layer: K and V, `4 n C^2`, in attention; `2 n C^2` in a convolution."""
-    per_row = {"GT": 4.0, "GPS": 6.0, "GCN": 2.0, "MLP": 0.0}[model.kind]
-    return rows * (per_row * model.width**2)
+def row_width(model: ModelShape, layer: int) -> int:
+    """Columns of the rows that a layer passes on: C, or the layer's own output in a GCN."""
+    if model.kind == "GCN" and layer == model.layers - 1:
+        return model.num_classes
+    return model.width
 
 
-def destination_flops(model: ModelShape, rows: Array | float) -> Array | float:
-    """Row-wise FLOPs of rows after a layer: Q and output `4 n C^2`, FFN `4 n C F`."""
-    per_row = {"GT": 4.0, "GPS": 6.0, "GCN": 0.0, "MLP": 0.0}[model.kind]
-    ffn = 0.0 if model.kind == "GCN" else 4.0 * model.width * model.ffn_width
-    return rows * (per_row * model.width**2 + ffn)
+def source_flops(model: ModelShape, layer: int) -> float:
+    """FLOPs per row before a layer: K and V `4 C^2` in GT, the global attention besides in GPS, the projection in GCN.
 
-
-def edge_bytes(model: ModelShape, rows: Array | float, edges: Array | float) -> Array | float:
-    """Memory traffic of edge-wise work: K and V per edge, Q and output per row, `b (2 e C + 2 n C) + 4 e`.
-
-    One gathered row per edge, not two, where there is no attention.
+    The first layer's rows go through the encoder, `2 F_in C`.
     """
-    gathered = {"GT": 2.0, "GPS": 1.0, "GCN": 1.0, "MLP": 0.0}[model.kind]
-    b = model.bytes_per_element
-    return gathered * b * model.width * edges + (2.0 * b * model.width * rows + 4.0 * edges) * (gathered > 0)
+    c, first = model.width, layer == 0
+    if model.kind == "GCN":
+        return 2.0 * (model.num_features if first else c) * row_width(model, layer)
+    encoder = 2.0 * model.num_features * c if first else 0.0
+    head = c / model.heads
+    return encoder + {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1), "MLP": 0.0}[model.kind]
 
 
-def packed_tensors(model: ModelShape) -> tuple[float, float]:
-    """Tensors of width C that travel with a source row (K and V) and with a destination row (Q, and O back)."""
-    return {"GT": (2.0, 2.0), "GPS": (1.0, 1.0), "GCN": (1.0, 1.0), "MLP": (0.0, 0.0)}[model.kind]
+def destination_flops(model: ModelShape, layer: int) -> float:
+    """FLOPs per row after a layer: Q and output `4 C^2`, FFN `4 C F`; the last layer's classifier, `2 C classes`."""
+    c = model.width
+    if model.kind == "GCN":
+        return 0.0
+    classifier = 2.0 * c * model.num_classes if layer == model.layers - 1 else 0.0
+    ffn = 4.0 * c * model.ffn_width
+    head = c / model.heads
+    mixing = {"GT": 4.0 * c * c, "GPS": 8.0 * c * c + 2.0 * c * (head + 1), "MLP": 0.0}[model.kind]
+    return classifier + ffn + mixing
 
 
-# Where the work falls under a plan ------------------------------------------------------------------------------------
+def row_bytes(model: ModelShape, layer: int) -> float:
+    """Memory traffic per row of what is no product: norms, residuals, activations, counted from the layers' code."""
+    c, f = float(model.width), float(model.ffn_width)
+    elements = {"GT": 16.0 * c + 5.0 * f, "GPS": 48.0 * c + 5.0 * f, "MLP": 7.0 * c + 5.0 * f, "GCN": 6.0 * c}
+    first = float(model.num_features) if layer == 0 else 0.0
+    return model.bytes_per_element * (elements[model.kind] + first)
+
+
+def edge_bytes(model: ModelShape, layer: int) -> tuple[float, float]:
+    """Memory traffic of edge-wise work per edge and per row after the layer: `b 2 C + 4` and `b 2 C` in attention.
+
+    One gathered row per edge, not two, where there is no attention; per head and edge three values of a softmax.
+    """
+    b, c = model.bytes_per_element, float(row_width(model, layer))
+    per_edge = {"GT": 2.0 * b * c + 3.0 * b * model.heads + 4.0, "GPS": b * c + 4.0, "GCN": b * c + 4.0, "MLP": 0.0}
+    return per_edge[model.kind], 0.0 if model.kind == "MLP" else 2.0 * b * c
+
+
+def tensors_sent(model: ModelShape) -> tuple[float, float]:
+    """Tensors that travel with a source row (K and V) and with a destination row there (Q); one comes back (O)."""
+    return {"GT": (2.0, 1.0), "GPS": (1.0, 0.0), "GCN": (1.0, 0.0), "MLP": (0.0, 0.0)}[model.kind]
+
+
+def meetings(model: ModelShape) -> int:
+    """Sums over all rows of a micro-batch in a layer: two a batch norm and one of the global attention in GPS."""
+    return 7 if model.kind == "GPS" else 0
+
+
+# What a rank does in a step: the quantities that take time ------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Loads:
-    """What each rank does in each layer of each wave, forward.
+class Work:
+    """Quantities of each layer of each wave, forward: FLOPs and bytes `[W, L, P]`, bytes between ranks `[W, L, P, P]`.
 
-    src_rows, dst_rows, edges: `[W, L, P]`; edges count a head slice as its share of the heads. sent: bytes `[W, L, P,
-    P]` from rank to rank before the layer's edge-wise work (K, V, Q), `returned` after it (O), `moved` to the next
-    layer's owners. micro_batches: rows-weighted number of micro-batches of a wave that a rank holds rows of.
+    encoder_flops: the part of `before_flops` without a gradient of its input.
     """
 
-    src_rows: Array
-    dst_rows: Array
-    edges: Array
-    halo_rows: Array
+    before_flops: Array
+    encoder_flops: Array
+    after_flops: Array
+    row_bytes: Array
+    edge_bytes: Array
     sent: Array
     returned: Array
     moved: Array
+    fetched: Array
+    messages: Array
+    meetings: Array
 
 
-def loads(plan: Plan, workload: Workload) -> Loads:
-    """Place a workload. Needed rows of several partitions on one rank are counted once, as if they were independent:
-    of `q`'s `n` rows, needs `x_1, x_2, ...` join to `n (1 - prod(1 - x_i / n))`, exact for one and for all.
-    """
-    model, size = workload.model, plan.world_size
-    waves = plan.waves(workload.num_micro_batches)
-    shape = (len(waves), plan.num_layers, size)
-    src, dst, edges, halo = (np.zeros(shape) for _ in range(4))
-    sent, returned, moved = (np.zeros((*shape, size)) for _ in range(3))
-    source_tensors, row_tensors = packed_tensors(model)
-    row_bytes = float(model.width * model.bytes_per_element)
-    for w, numbers in enumerate(waves):
-        for m in numbers:
-            for layer in range(plan.num_layers):
-                work = workload.micro_batches[m][layer]
-                owners = ownership(plan, m, layer)  # [K, P]
-                slots = attendance(plan, owners, model.heads)
-                src[w, layer] += work.src_rows @ owners
-                dst[w, layer] += work.dst_rows @ owners
-                for share, attends in slots:
-                    edges[w, layer] += share * (work.edges @ attends)
-                    needed = needed_rows(work, attends)  # [K, P]
-                    kv = owners.T @ needed  # [owner, attending]
-                    np.fill_diagonal(kv, 0.0)
-                    halo[w, layer] += share * kv.sum(0)
-                    queries = owners.T @ (work.dst_rows[:, None] * attends)
-                    np.fill_diagonal(queries, 0.0)
-                    # Rows of a group are owned in parts: each owner passes its own part to each attending rank.
-                    sent[w, layer] += share * row_bytes * (source_tensors * kv + (row_tensors / 2) * queries)
-                    returned[w, layer] += share * row_bytes * (row_tensors / 2) * queries.T
-                if layer + 1 < plan.num_layers:
-                    later = ownership(plan, m, layer + 1)
-                    for p in np.flatnonzero((owners != later).any(axis=1)):
-                        step = work.dst_rows[p] * row_bytes * np.outer(owners[p], later[p])
-                        moved[w, layer] += step
-    return Loads(src, dst, edges, halo, sent, returned, moved)
+def work_of(placed: Loads, model: ModelShape) -> Work:
+    """The quantities of placed work."""
+    layers = range(model.layers)
+    b = float(model.bytes_per_element)
 
+    def per_layer(values: list[float], rank_axes: int = 1) -> Array:
+        return np.array(values).reshape(1, -1, *(1,) * rank_axes)
 
-def ownership(plan: Plan, micro_batch: int, layer: int) -> Array:
-    """The share `[K, P]` of each partition's rows that each rank owns."""
-    share = np.zeros((plan.num_partitions, plan.world_size))
-    owner = owner_table(plan, micro_batch, layer)
-    for p, place in enumerate(plan.partitions):
-        if owner[p] >= 0:
-            share[p, owner[p]] = 1.0
-        else:
-            share[p, list(place.ranks)] = 1.0 / len(place.ranks)
-    return share
-
-
-def attendance(plan: Plan, owners: Array, num_heads: int) -> list[tuple[float, Array]]:
-    """For each share of the heads: which ranks attend with it to which partitions, 0 or 1, `[K, P]`."""
-    found: dict[tuple[int, int], Array] = {}
-
-    def mark(heads: tuple[int, int], p: int, rank: int) -> None:
-        found.setdefault(heads, np.zeros_like(owners))[p, rank] = 1.0
-
-    for p, place in enumerate(plan.partitions):
-        if place.mode == "model":
-            for rank, heads in zip(place.ranks, head_slices(num_heads, len(place.ranks)), strict=True):
-                if heads[1] > heads[0]:
-                    mark(heads, p, rank)
-        else:
-            mark((0, num_heads), p, int(owners[p].argmax()))
-    return [((h1 - h0) / num_heads, attends) for (h0, h1), attends in sorted(found.items())]
-
-
-def needed_rows(work: LayerWork, attends: Array) -> Array:
-    """Distinct rows of each partition that each rank's attended partitions use, `[K, P]`, its own among them."""
-    needed: Array = -np.expm1(work.log_unneeded @ attends) * work.src_rows[:, None]
-    return np.where(attends > 0, work.src_rows[:, None], needed)
+    width = per_layer([b * row_width(model, layer) for layer in layers], 2)
+    sources, destinations = tensors_sent(model)
+    returns = 0.0 if model.kind == "MLP" else 1.0
+    per_edge, per_row = zip(*(edge_bytes(model, layer) for layer in layers), strict=True)
+    encoder = np.zeros_like(placed.src_rows)
+    encoder[:, 0] = placed.src_rows[:, 0] * 2.0 * model.num_features * row_width(model, 0)
+    owners = (placed.src_rows > 0).sum(axis=-1, keepdims=True) - 1.0
+    return Work(
+        before_flops=placed.src_rows * per_layer([source_flops(model, layer) for layer in layers]),
+        encoder_flops=encoder,
+        after_flops=placed.dst_rows * per_layer([destination_flops(model, layer) for layer in layers]),
+        row_bytes=placed.dst_rows * per_layer([row_bytes(model, layer) for layer in layers]),
+        edge_bytes=placed.edges * per_layer(list(per_edge)) + placed.dst_rows * per_layer(list(per_row)),
+        sent=width * (sources * placed.kv + destinations * placed.q),
+        returned=width * returns * placed.q.transpose(0, 1, 3, 2),
+        moved=width * placed.moved,
+        fetched=b * model.num_features * placed.fetched,
+        messages=placed.messages * (1.0 if sources else 0.0) + 2.0 * meetings(model) * np.maximum(owners, 0.0),
+        meetings=np.where(owners > 0, float(meetings(model)), 0.0) * (placed.src_rows > 0),
+    )
 
 
 # Memory of one rank ---------------------------------------------------------------------------------------------------
@@ -174,86 +167,165 @@ def state_bytes(parameters: int, zero_stage: int, world_size: int, offload: bool
 class Estimate:
     """A plan's predicted cost. Tuples have one entry a rank.
 
-    step_s: the whole step. rowwise_s, edgewise_s, visits_s: busy seconds. exchange_s: seconds until rows had arrived,
-    waiting included. sent_bytes: of all exchanges. memory_bytes: activations and states. fits: the limit holds.
+    step_s: the whole step. rowwise_s, edgewise_s, visits_s, packing_s: busy seconds. wait_s: seconds until rows had
+    arrived. bubble_s: the longest wait less what messages alone would take. sent_bytes: of all exchanges.
+    memory_bytes: what was there before, states and activations. fits: the limit holds.
     """
 
     step_s: float
     rowwise_s: tuple[float, ...]
     edgewise_s: tuple[float, ...]
     visits_s: tuple[float, ...]
-    exchange_s: tuple[float, ...]
+    packing_s: tuple[float, ...]
+    wait_s: tuple[float, ...]
     reduction_s: float
     optimizer_s: float
     sent_bytes: tuple[float, ...]
     memory_bytes: tuple[float, ...]
     fits: bool
 
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds of each rank without waiting, reduction and optimizer."""
+        parts = (self.rowwise_s, self.edgewise_s, self.visits_s, self.packing_s)
+        return tuple(map(sum, zip(*parts, strict=True)))
+
+
+def busy_terms(plan: Plan, workload: Workload, topology: Topology, placed: Loads) -> dict[str, Array]:
+    """Seconds of each rank `[P]` without waiting, by what a calibration fits: forward and backward, visits, packing."""
+    work, speeds = work_of(placed, workload.model), topology.rates
+    before, after = work.before_flops / speeds.row_flops_per_s, work.after_flops / speeds.row_flops_per_s
+    after = after + work.row_bytes / speeds.row_bytes_per_s
+    encoder = work.encoder_flops / speeds.row_flops_per_s
+    row, edge = before + after, work.edge_bytes / speeds.edge_bytes_per_s
+    row_again, edge_again = float(plan.checkpointing == "layer"), float(plan.checkpointing != "none")
+    moved = work.sent + work.returned + work.moved
+    packed = 2.0 * (moved.sum(axis=-1) + moved.sum(axis=-2)) / speeds.packed_bytes_per_s
+    packed[:, 0] += (work.fetched.sum(axis=-1) + work.fetched.sum(axis=-2)) / speeds.packed_bytes_per_s
+    visits = np.full(row.shape, 1.0) * speeds.visit_s
+    terms = {
+        "row_forward": row,
+        "row_backward": row * speeds.row_backward - encoder * (speeds.row_backward / 2.0),
+        "row_again": row * row_again,
+        "edge_forward": edge,
+        "edge_backward": edge * speeds.edge_backward,
+        "edge_again": edge * edge_again,
+        "visits": visits,
+        "packing": packed + 2.0 * work.messages * speeds.message_s,
+    }
+    return {name: np.asarray(values).sum(axis=(0, 1)) for name, values in terms.items()}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What of the engine costs or saves: ZeRO stage, whether the optimizer's state lies on the host."""
+
+    zero_stage: int = 0
+    offload: bool = False
+
 
 def estimate(
-    plan: Plan, workload: Workload, topology: Topology, *, zero_stage: int = 0, offload: bool = False
+    plan: Plan,
+    workload: Workload,
+    topology: Topology,
+    engine: Engine = Engine(),
+    *,
+    without: Collection[str] = (),
+    placed: Loads | None = None,
 ) -> Estimate:
     """Price a plan: place the work, then let every rank run its waves and layers, waiting where rows must arrive.
 
     `t[r] = max(t[r], max over senders s (t[s] + alpha + bytes / beta)) + work`, wave by wave and layer by layer,
     forward and, in reverse, backward; the step is the latest rank's end plus gradients, optimizer and the rest.
+
+    without: terms of `TERMS` that count nothing, for ablations. placed: `place(plan, workload)` if at hand.
     """
     if topology.world_size != plan.world_size:
         raise ValueError(
             f"the topology has {topology.world_size} devices, the plan {plan.world_size} ranks; describe as many"
         )
+    unknown = sorted(set(without) - set(TERMS))
+    if unknown:
+        raise ValueError(f"there is no cost term {unknown[0]!r}; use some of {', '.join(TERMS)}")
     model, size = workload.model, plan.world_size
-    placed = loads(plan, workload)
-    flops = np.array([d.row_flops_per_s for d in topology.devices])
-    edge_rate = np.array([d.edge_bytes_per_s for d in topology.devices])
-    visit_s = np.array([d.visit_s for d in topology.devices])
-    alpha, beta = _links(topology)
-    before = np.asarray(source_flops(model, placed.src_rows)) / flops
-    after = np.asarray(destination_flops(model, placed.dst_rows)) / flops
-    between = np.asarray(edge_bytes(model, placed.dst_rows, placed.edges)) / edge_rate
-    again = 1.0 if plan.checkpointing == "layer" else 0.0
-    edges_again = 0.0 if plan.checkpointing == "none" else 1.0
+    placed = placed or place(plan, workload)
+    work = work_of(placed, model)
+    speeds = topology.rates
+    rowwise, edgewise = float("rowwise" not in without), float("edgewise" not in without)
+    visit = speeds.visit_s * ("visits" not in without)
+    exchange = float("exchange" not in without)
+    before = rowwise * work.before_flops / speeds.row_flops_per_s
+    encoder = rowwise * work.encoder_flops / speeds.row_flops_per_s
+    after = rowwise * (work.after_flops / speeds.row_flops_per_s + work.row_bytes / speeds.row_bytes_per_s)
+    between = edgewise * work.edge_bytes / speeds.edge_bytes_per_s
+    row_back, edge_back = speeds.row_backward, speeds.edge_backward
+    row_passes = row_back + (1.0 if plan.checkpointing == "layer" else 0.0)
+    edge_passes = edge_back + (0.0 if plan.checkpointing == "none" else 1.0)
+    before_back = before * row_passes - encoder * (row_back / 2.0)
+    posting = exchange * work.messages * speeds.message_s
+    meet_s = exchange * work.meetings * topology.slowest_link.alpha_s
 
-    clock, waited = np.zeros(size), np.zeros(size)
+    clock, waited, packing = np.zeros(size), np.zeros(size), np.zeros(size)
 
     def meet(sent: Array) -> None:
-        nonlocal clock, waited
-        arrival = np.where(sent > 0, clock[:, None] + alpha + sent / beta, 0.0).max(axis=0)
+        """Rows go from rank to rank; a rank's port carries what it sends and what it receives."""
+        nonlocal clock, waited, packing
+        if not exchange or not sent.any():
+            return
+        out, into = sent.sum(axis=1), sent.sum(axis=0)
+        clock = clock + out / speeds.packed_bytes_per_s
+        on_way = np.maximum(np.maximum(sent, out[:, None]), into[None, :]) / topology.bytes_per_s
+        arrival = np.where(sent > 0, clock[:, None] + topology.alpha_s + on_way, 0.0).max(axis=0)
         later = np.maximum(clock, arrival)
         waited += later - clock
-        clock = later
+        clock = later + into / speeds.packed_bytes_per_s
+        packing += (out + into) / speeds.packed_bytes_per_s
 
-    for waves in plan.rounds(placed.src_rows.shape[0]):
+    def together(seconds: Array) -> None:
+        """Sums over all rows: the ranks that own some meet as often as the layer says."""
+        nonlocal clock, waited
+        owning = seconds > 0
+        if owning.any():
+            later = np.where(owning, clock[owning].max() + seconds, clock)
+            waited += later - clock
+            clock = later
+
+    num_waves = placed.src_rows.shape[0]
+    rounds = plan.rounds(num_waves)
+    for waves in rounds:
+        for w in waves:
+            meet(work.fetched[w])
         for w in waves:
             for layer in range(plan.num_layers):
-                clock += before[w, layer] + visit_s / (1 + BACKWARD)
-                meet(placed.sent[w, layer])
-                clock += between[w, layer]
-                meet(placed.returned[w, layer])
-                clock += after[w, layer]
-                meet(placed.moved[w, layer])
+                clock = clock + before[w, layer] + visit / 3.0 + posting[w, layer]
+                meet(work.sent[w, layer])
+                clock = clock + between[w, layer]
+                meet(work.returned[w, layer])
+                together(meet_s[w, layer])
+                clock = clock + after[w, layer]
+                meet(work.moved[w, layer])
         for w in reversed(waves):
             for layer in reversed(range(plan.num_layers)):
-                meet(placed.moved[w, layer].T)
-                clock += after[w, layer] * (BACKWARD + again) + visit_s * BACKWARD / (1 + BACKWARD)
-                meet(placed.returned[w, layer].T)
-                clock += between[w, layer] * (BACKWARD + edges_again)
-                meet(placed.sent[w, layer].T)
-                clock += before[w, layer] * (BACKWARD + again)
-    reduction = reduction_s(model.parameters, topology, zero_stage, len(plan.rounds(placed.src_rows.shape[0])))
-    shard = model.parameters / (size if zero_stage else 1)
-    optimizer = 28.0 * shard / topology.optimizer_bytes_per_s
-    memory = memory_bytes(plan, workload, placed, zero_stage, offload)
-    passes = 1.0 + BACKWARD
-    visits = np.full(size, placed.src_rows.shape[0] * plan.num_layers) * visit_s
-    sent = 2.0 * (placed.sent + placed.returned + placed.moved).sum(axis=(0, 1)).sum(axis=1)
+                meet(work.moved[w, layer].T)
+                clock = clock + after[w, layer] * row_passes + visit * (2.0 / 3.0) + posting[w, layer]
+                together(meet_s[w, layer])
+                meet(work.returned[w, layer].T)
+                clock = clock + between[w, layer] * edge_passes
+                meet(work.sent[w, layer].T)
+                clock = clock + before_back[w, layer]
+    reduction = reduction_s(model.parameters, topology, engine.zero_stage, len(rounds)) * ("reduction" not in without)
+    optimizer = optimizer_s(model.parameters, topology, engine) * ("optimizer" not in without)
+    memory = memory_bytes(plan, workload, placed, topology, engine)
+    sent = 2.0 * (work.sent + work.returned + work.moved).sum(axis=(0, 1)).sum(axis=1)
+    sent += work.fetched.sum(axis=0).sum(axis=1)
     limits = [device.memory_bytes for device in topology.devices]
     return Estimate(
         step_s=float(clock.max() + reduction + optimizer + topology.step_s),
-        rowwise_s=_tuple((before + after).sum(axis=(0, 1)) * (passes + again)),
-        edgewise_s=_tuple(between.sum(axis=(0, 1)) * (passes + edges_again)),
-        visits_s=_tuple(visits),
-        exchange_s=_tuple(waited),
+        rowwise_s=_tuple((before + before_back + after * (1.0 + row_passes)).sum(axis=(0, 1))),
+        edgewise_s=_tuple(between.sum(axis=(0, 1)) * (1.0 + edge_passes)),
+        visits_s=_tuple(num_waves * plan.num_layers * visit + np.zeros(size)),
+        packing_s=_tuple(packing + 2.0 * posting.sum(axis=(0, 1))),
+        wait_s=_tuple(waited),
         reduction_s=reduction,
         optimizer_s=optimizer,
         sent_bytes=_tuple(sent),
@@ -270,31 +342,32 @@ def reduction_s(parameters: int, topology: Topology, zero_stage: int, rounds: in
     size = topology.world_size
     if size == 1:
         return 0.0
-    hosts = {device.host for device in topology.devices}
-    link = topology.same_host if len(hosts) == 1 else topology.between_hosts
+    link = topology.slowest_link
     once = 2.0 * (size - 1) * link.alpha_s + 2.0 * (size - 1) / size * 4.0 * parameters / link.bytes_per_s
     return once * (rounds if zero_stage >= 2 else 1) * (2.0 if zero_stage == 3 else 1.0)
 
 
-def memory_bytes(plan: Plan, workload: Workload, placed: Loads, zero_stage: int, offload: bool) -> Array:
-    """Peak bytes of each rank `[P]`: states, and the activations of the fullest round."""
+def optimizer_s(parameters: int, topology: Topology, engine: Engine) -> float:
+    """Adam's memory traffic, `28 B` a parameter of the rank's shard; offloaded, gradients and weights cross besides."""
+    shard = parameters / (topology.world_size if engine.zero_stage else 1)
+    seconds = 28.0 * shard / topology.optimizer_bytes_per_s
+    if engine.offload:
+        seconds += 2.0 * 4.0 * shard / topology.host_bytes_per_s
+    return seconds
+
+
+def memory_bytes(plan: Plan, workload: Workload, placed: Loads, topology: Topology, engine: Engine) -> Array:
+    """Peak bytes of each rank `[P]`: what was there before, states, and the activations of the fullest round."""
     model = workload.model
     held = activation_bytes(model, placed.src_rows, placed.halo_rows, plan.checkpointing).sum(axis=1)  # [W, P]
     live = activation_bytes(model, placed.src_rows, placed.halo_rows, "none").max(axis=1)
     if plan.checkpointing == "layer":
         held = held + live
     per_round = [held[list(waves)].sum(axis=0) for waves in plan.rounds(held.shape[0])]
-    states = state_bytes(model.parameters, zero_stage, plan.world_size, offload)
-    peak: Array = np.max(per_round, axis=0) + states
+    states = state_bytes(model.parameters, engine.zero_stage, plan.world_size, engine.offload)
+    resident = np.array([device.resident_bytes for device in topology.devices])
+    peak: Array = np.max(per_round, axis=0) + states + resident
     return peak
-
-
-def _links(topology: Topology) -> tuple[Array, Array]:
-    host = np.array([device.host for device in topology.devices])
-    near = host[:, None] == host[None, :]
-    alpha = np.where(near, topology.same_host.alpha_s, topology.between_hosts.alpha_s)
-    beta = np.where(near, topology.same_host.bytes_per_s, topology.between_hosts.bytes_per_s)
-    return alpha, beta
 
 
 def _tuple(values: Array) -> tuple[float, ...]:

@@ -100,7 +100,8 @@ def check_plan(plan: Plan) -> None:
     for name in ("micro_batches_per_wave", "waves_per_round"):
         if getattr(plan, name) < 0:
             raise ValueError(f"plan.{name} is {getattr(plan, name)}; use 0 (all of the step) or a positive number")
-    for p, place in enumerate(plan.partitions):
+    first = {place: p for p, place in reversed(list(enumerate(plan.partitions)))}
+    for place, p in sorted(first.items(), key=lambda entry: entry[1]):  # those that are alike once
         where = f"plan.partitions[{p}]"
         if place.mode not in MODES:
             raise ValueError(f"{where}.mode is {place.mode!r}; use one of {', '.join(MODES)}")
@@ -148,6 +149,8 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         where = f"plan.partitions[{p}]"
         if not isinstance(entry, Mapping) or set(entry) - {"mode", "ranks", "layer_split"} or "mode" not in entry:
             raise ValueError(f"{where} is {entry!r}; it must hold mode, ranks and, for pipeline, layer_split")
+        if entry["mode"] not in MODES:
+            raise ValueError(f"{where}.mode is {entry['mode']!r}; use one of {', '.join(MODES)}")
         placements.append(
             Placement(
                 mode=entry["mode"],

@@ -6,21 +6,30 @@ Not here: the measuring (`gtx/calibrate.py`), and what a plan would cost on it (
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
 FORMAT = "gtx-topology/1"
+FREE = 1e18  # per second: what costs nothing
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device.
+    """One rank's device. Quantities are counted as `cost.py` counts them.
 
-    row_flops_per_s: of row-wise work (dense products). edge_bytes_per_s: of edge-wise work, counted as `cost.py` counts
-    bytes. visit_s: one layer of one wave, forward and backward, that holds no row. memory_bytes: what a rank may use.
+    row_flops_per_s: of row-wise products, forward. row_bytes_per_s: of row-wise memory traffic. edge_bytes_per_s: of
+    edge-wise work. packed_bytes_per_s: of rows that are packed, sent, received or added up. message_s: of a message.
+    visit_s: one layer of one wave, forward and backward, that holds no row. row_backward, edge_backward: backward over
+    forward. memory_bytes: what a rank may use, of which resident_bytes are taken before a step.
     """
 
     row_flops_per_s: float
@@ -28,6 +37,38 @@ class Device:
     visit_s: float
     memory_bytes: float
     host: int = 0
+    row_bytes_per_s: float = FREE
+    packed_bytes_per_s: float = FREE
+    message_s: float = 0.0
+    row_backward: float = 2.0
+    edge_backward: float = 2.0
+    resident_bytes: float = 0.0
+
+    def slowed(self, times: float) -> Device:
+        """This device when everything it computes takes `times` as long."""
+        return replace(
+            self,
+            row_flops_per_s=self.row_flops_per_s / times,
+            row_bytes_per_s=self.row_bytes_per_s / times,
+            edge_bytes_per_s=self.edge_bytes_per_s / times,
+            packed_bytes_per_s=self.packed_bytes_per_s / times,
+            message_s=self.message_s * times,
+            visit_s=self.visit_s * times,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Rates:
+    """The devices' figures as arrays `[P]`."""
+
+    row_flops_per_s: Array
+    row_bytes_per_s: Array
+    edge_bytes_per_s: Array
+    packed_bytes_per_s: Array
+    message_s: Array
+    visit_s: Array
+    row_backward: Array
+    edge_backward: Array
 
 
 @dataclass(frozen=True)
@@ -41,7 +82,9 @@ class Link:
 @dataclass(frozen=True)
 class Topology:
     """devices: one a rank. same_host, between_hosts: links. optimizer_bytes_per_s: of an optimizer step's memory
-    traffic. step_s: what a step costs beside all that. made: date and command, or "by hand".
+    traffic. step_s: what a step costs beside all that. host_bytes_per_s: between device and host, for offload.
+    slow_links: (rank, rank, times slower) of links that are slower than their kind. made: date and command, or "by
+    hand".
     """
 
     devices: tuple[Device, ...]
@@ -49,6 +92,8 @@ class Topology:
     between_hosts: Link
     optimizer_bytes_per_s: float
     step_s: float
+    host_bytes_per_s: float = FREE
+    slow_links: tuple[tuple[int, int, float], ...] = ()
     made: str = "by hand"
 
     def __post_init__(self) -> None:
@@ -58,9 +103,45 @@ class Topology:
     def world_size(self) -> int:
         return len(self.devices)
 
-    def link(self, a: int, b: int) -> Link:
-        """The link between two ranks."""
-        return self.same_host if self.devices[a].host == self.devices[b].host else self.between_hosts
+    @cached_property
+    def rates(self) -> Rates:
+        return Rates(**{f.name: np.array([getattr(d, f.name) for d in self.devices]) for f in fields(Rates)})
+
+    @cached_property
+    def slowness(self) -> Array:
+        """How many times slower than its kind each link is, `[P, P]`, symmetric."""
+        times = np.ones((self.world_size, self.world_size))
+        for a, b, factor in self.slow_links:
+            times[a, b] = times[b, a] = factor
+        return times
+
+    @cached_property
+    def alpha_s(self) -> Array:
+        """Seconds of an empty message from rank to rank, `[P, P]`."""
+        return np.where(self._near, self.same_host.alpha_s, self.between_hosts.alpha_s)
+
+    @cached_property
+    def bytes_per_s(self) -> Array:
+        """Bytes per second from rank to rank, `[P, P]`."""
+        found: Array = np.where(self._near, self.same_host.bytes_per_s, self.between_hosts.bytes_per_s) / self.slowness
+        return found
+
+    @property
+    def slowest_link(self) -> Link:
+        """The link that a collective over all ranks waits for."""
+        kind = self.same_host if self._near.all() else self.between_hosts
+        return Link(kind.alpha_s, kind.bytes_per_s / float(self.slowness.max()))
+
+    @cached_property
+    def _near(self) -> npt.NDArray[np.bool_]:
+        host = np.array([device.host for device in self.devices])
+        found: npt.NDArray[np.bool_] = host[:, None] == host[None, :]
+        return found
+
+    def with_speeds(self, times_slower: Sequence[float]) -> Topology:
+        """The same machine with each device's computing slowed down by a factor."""
+        devices = tuple(d.slowed(t) for d, t in zip(self.devices, times_slower, strict=True))
+        return replace(self, devices=devices)
 
     def resized(self, world_size: int, devices_per_host: int | None = None) -> Topology:
         """The same kind of machine with another number of devices, all like the first one."""
@@ -76,18 +157,27 @@ def check_topology(topology: Topology) -> None:
     """Raise ValueError with one line for a device or link that cannot be."""
     if not topology.devices:
         raise ValueError("topology.devices is empty; describe at least one device")
+    rates = ("row_flops_per_s", "row_bytes_per_s", "edge_bytes_per_s", "packed_bytes_per_s", "memory_bytes")
+    times = ("visit_s", "message_s", "row_backward", "edge_backward", "resident_bytes")
     for rank, device in enumerate(topology.devices):
-        for name in ("row_flops_per_s", "edge_bytes_per_s", "memory_bytes"):
+        for name in rates:
             _require(getattr(device, name) > 0, f"topology.devices[{rank}].{name}", getattr(device, name), "positive")
-        _require(device.visit_s >= 0, f"topology.devices[{rank}].visit_s", device.visit_s, "at least 0")
+        for name in times:
+            _require(
+                getattr(device, name) >= 0, f"topology.devices[{rank}].{name}", getattr(device, name), "at least 0"
+            )
     for where in ("same_host", "between_hosts"):
         link = getattr(topology, where)
         _require(link.alpha_s >= 0, f"topology.{where}.alpha_s", link.alpha_s, "at least 0")
         _require(link.bytes_per_s > 0, f"topology.{where}.bytes_per_s", link.bytes_per_s, "positive")
-    _require(
-        topology.optimizer_bytes_per_s > 0, "topology.optimizer_bytes_per_s", topology.optimizer_bytes_per_s, "positive"
-    )
+    for name in ("optimizer_bytes_per_s", "host_bytes_per_s"):
+        _require(getattr(topology, name) > 0, f"topology.{name}", getattr(topology, name), "positive")
     _require(topology.step_s >= 0, "topology.step_s", topology.step_s, "at least 0")
+    size = len(topology.devices)
+    for i, (a, b, times_slower) in enumerate(topology.slow_links):
+        where = f"topology.slow_links[{i}]"
+        _require(0 <= a < size and 0 <= b < size and a != b, where, (a, b), f"two different ranks below {size}")
+        _require(times_slower >= 1, where, times_slower, "at least 1 times slower")
 
 
 def topology_from_json(text: str) -> Topology:
@@ -105,7 +195,15 @@ def topology_from_json(text: str) -> Topology:
     for where in ("same_host", "between_hosts"):
         if where in data:
             data[where] = _build(Link, data[where], f"topology.{where}")
+    if "slow_links" in data:
+        data["slow_links"] = _links(data["slow_links"])
     return _build(Topology, data, "topology")
+
+
+def _links(data: Any) -> tuple[tuple[int, int, float], ...]:
+    if not isinstance(data, list) or any(not isinstance(entry, list) or len(entry) != 3 for entry in data):
+        raise ValueError(f"topology.slow_links is {data!r}; it must be a list of [rank, rank, times slower]")
+    return tuple((int(a), int(b), float(factor)) for a, b, factor in data)
 
 
 def _build(kind: type[T], data: Any, where: str) -> T:

@@ -18,6 +18,8 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
+ROW_WORK = 8.0  # edges that cost about as much as the row-wise work of one row; only balances partitions over ranks
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -55,20 +57,63 @@ class LayerWork:
 
     @cached_property
     def log_unneeded(self) -> Counts:
-        """`[K, K]`: log of the share of a partition's rows (first) that another one (second) does not need."""
-        size = len(self.src_rows)
-        result = np.zeros((size, size))
+        """For each entry of the needs: log of the share of the source partition's rows that is not needed."""
         rows = np.maximum(self.src_rows[self.needs_src], 1e-300)
-        result[self.needs_src, self.needs_dst] = np.log1p(-np.minimum(self.needs_rows / rows, 1.0 - 1e-12))
-        return result
+        return np.log1p(-np.minimum(self.needs_rows / rows, 1.0 - 1e-12))
+
+    @cached_property
+    def unneeded(self) -> Counts | None:
+        """`log_unneeded` as a table `[source, destination]`, where there are too many needs for a list to be faster."""
+        size = len(self.src_rows)
+        if len(self.needs_src) * 16 < size * size:
+            return None
+        table = np.zeros((size, size))
+        table[self.needs_src, self.needs_dst] = self.log_unneeded
+        return table
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A typical step. micro_batches: `[M][L]`."""
+    """A typical step. micro_batches: `[M][L]`.
+
+    repeats: every step holds the same rows and edges, so that features are brought once and nothing is compiled anew.
+    part_work: relative work of each partition over the whole graph, where it is known; counted from the step if not.
+    """
 
     model: ModelShape
     micro_batches: tuple[tuple[LayerWork, ...], ...]
+    repeats: bool = True
+    part_work: tuple[float, ...] = ()
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Relative work of each partition `[K]`, by which features are dealt to ranks and plans start."""
+        if self.part_work:
+            return self.part_work
+        total = np.zeros(self.num_partitions)
+        for layers in self.micro_batches:
+            for layer in layers:
+                total += ROW_WORK * layer.dst_rows + layer.edges
+        return tuple(float(v) for v in total)
+
+    @cached_property
+    def needs(self) -> tuple[Counts, Counts]:
+        """Rows `[K]` before layers, and the log of the share of them that is not needed, `[source, destination]`.
+
+        Layers and micro-batches are added up: what a partition needs over a whole step.
+        """
+        size = self.num_partitions
+        rows, needs = np.zeros(size), np.zeros(size * size)
+        times: dict[int, int] = {}
+        layers = {id(layer): layer for layers in self.micro_batches for layer in layers}
+        for layer in (layer for layers in self.micro_batches for layer in layers):
+            times[id(layer)] = times.get(id(layer), 0) + 1
+        for key, layer in layers.items():
+            rows += times[key] * layer.src_rows
+            at = layer.needs_src * size + layer.needs_dst
+            needs += times[key] * np.bincount(at, weights=layer.needs_rows, minlength=size * size)
+        share = needs.reshape(size, size) / np.maximum(rows, 1e-300)[:, None]
+        return rows, np.log1p(-np.minimum(share, 1.0 - 1e-12))
 
     @property
     def num_partitions(self) -> int:
@@ -95,6 +140,8 @@ def uniform_workload(
     edges: Sequence[float],
     halo_share: float,
     num_micro_batches: int = 1,
+    *,
+    repeats: bool = True,
 ) -> Workload:
     """A made-up workload for machines and graphs one does not have: every partition needs the same of every other.
 
@@ -106,4 +153,4 @@ def uniform_workload(
     others = max(num_parts - 1, 1)
     needs = np.minimum(size[dst] * halo_share / others, size[src])
     layer = LayerWork(size, size, np.asarray(edges, dtype=np.float64), src, dst, needs)
-    return Workload(model, ((layer,) * model.layers,) * num_micro_batches)
+    return Workload(model, ((layer,) * model.layers,) * num_micro_batches, repeats)

@@ -194,7 +194,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"sampling": {"fan": 4}}, "unknown key 'sampling.fan'; known here: fanout, redraw"),
     (
         {"plan": {"ranks": 4}},
-        "unknown key 'plan.ranks'; known here: checkpointing, file, micro_batches_per_wave, mode, ",
+        "unknown key 'plan.ranks'; known here: allow, checkpointing, file, groups, ",
     ),
     ({"engine": {"zero": 1}}, "unknown key 'engine.zero'; known here: betas, deepspeed, device, "),
     ({"train": {"steps": 1, "step": 1}}, "unknown key 'train.step'; known here: epochs, eval_every, steps"),
@@ -232,7 +232,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"sampling": {"fanout": [3, 0, 2]}}, "sampling.fanout: [3, 0, 2] is neither a whole number of at least 1, "),
     (
         {"plan": {"mode": "fast"}},
-        "plan.mode is 'fast': input should be 'graph', 'model', 'pipeline', 'data' or 'mixed'",
+        "plan.mode is 'fast': input should be 'graph', 'model', 'pipeline', 'data', 'mixed', 'auto' or 'adaptive'",
     ),
     ({"plan": {"waves_per_round": -1}}, "plan.waves_per_round is -1: input should be greater than or equal to 0"),
     ({"engine": {"zero_stage": 4}}, "engine.zero_stage is 4: input should be less than or equal to 3"),

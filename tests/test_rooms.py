@@ -81,8 +81,9 @@ def allowed(room: str, name: str) -> bool:
     """Whether a file of `room` may import the dotted `name`."""
     top = name.split(".")[0]
     if room == "scheduler":
-        return (
-            top in STDLIB | {"numpy", "scheduler"} or name.startswith("monitor.records.") or name == "monitor.records"
+        return top in STDLIB | {"numpy", "scheduler"} or name.rpartition(".")[0] in (
+            "monitor.records",
+            "monitor.windows",
         )
     if room == "monitor":
         return top not in OURS - {"monitor"}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost import estimate, loads, reduction_s, state_bytes
+from scheduler.cost import TERMS, Work, busy_terms, estimate, reduction_s, state_bytes, work_of
+from scheduler.placing import Loads, place
 from scheduler.plan import MODES, Placement, Plan, fixed_plan
 from scheduler.topology import Device, Link, Topology
 from scheduler.workload import ModelShape, Workload, uniform_workload
@@ -51,11 +52,11 @@ def plans(draw: st.DrawFn, size: int = P, layers: int = MODEL.layers) -> Plan:
 @settings(max_examples=60, deadline=None)
 def test_work_is_conserved_by_any_plan(plan: Plan, micro_batches: int) -> None:
     workload = work(micro_batches)
-    placed = loads(plan, workload)
+    placed = place(plan, workload)
     assert placed.src_rows.sum() == pytest.approx(workload.rows)
     assert placed.dst_rows.sum() == pytest.approx(workload.rows)
     assert placed.edges.sum() == pytest.approx(workload.edges)
-    for sent in (placed.sent, placed.returned, placed.moved):
+    for sent in (placed.kv, placed.q, placed.moved):
         assert (sent >= 0).all()
         assert np.einsum("wlrr->", sent) == 0, "a rank sends itself nothing"
 
@@ -71,6 +72,7 @@ def test_a_better_machine_is_never_slower(plan: Plan, micro_batches: int) -> Non
         machine(row_flops_per_s=2e9),
         machine(edge_bytes_per_s=2e9),
         machine(visit_s=0.0),
+        machine(row_backward=1.5),
         replace(base, optimizer_bytes_per_s=1e11),
     ]
     for topology in better:
@@ -83,27 +85,76 @@ def test_a_better_machine_is_never_slower(plan: Plan, micro_batches: int) -> Non
 def test_bytes_follow_the_formulas() -> None:
     n, c, b = 100.0 * K, MODEL.width, MODEL.bytes_per_element
     workload = work()
-    graph = loads(fixed_plan("graph", [1.0] * K, P, MODEL.layers), workload)
-    halo = graph.halo_rows[0, 0]
+
+    def placed(mode: str, workload: Workload = workload) -> tuple[Loads, Work]:
+        found = place(fixed_plan(mode, [1.0] * K, P, MODEL.layers), workload)  # type: ignore[arg-type]
+        return found, work_of(found, MODEL)
+
+    loads, graph = placed("graph")
+    halo = loads.halo_rows[0, 0]
     # 2 h C b: keys and values of the halo
     assert graph.sent[0, 0].sum(axis=0) == pytest.approx(2 * halo * c * b)
-    assert graph.returned.sum() == graph.moved.sum() == 0
+    assert graph.returned.sum() == graph.moved.sum() == graph.fetched.sum() == 0
     # 4 (u - 1) / u n C b over a group of u, a rank's share each: Q, K, V there and O back
-    model = loads(fixed_plan("model", [1.0] * K, P, MODEL.layers), workload)
+    _, model = placed("model")
     layer = (model.sent + model.returned)[0, 0]
     assert layer.sum() == pytest.approx(4 * (P - 1) / P * n * c * b)
     assert layer.sum(axis=1) == pytest.approx(np.full(P, layer.sum() / P))
     # n C b at each of the stage borders
-    pipeline = loads(fixed_plan("pipeline", [1.0] * K, P, MODEL.layers), workload)
+    _, pipeline = placed("pipeline")
     assert pipeline.moved.sum() == pytest.approx((P - 1) * n * c * b)
     assert pipeline.sent.sum() == 0
-    data = loads(fixed_plan("data", [1.0] * K, P, MODEL.layers), work(P))
-    assert data.sent.sum() == data.returned.sum() == data.moved.sum() == 0
+    # Features go to their micro-batch's rank where the batch is another one every step.
+    _, data = placed("data", work(P))
+    assert data.sent.sum() == data.returned.sum() == data.moved.sum() == data.fetched.sum() == 0
+    _, data = placed("data", replace(work(P), repeats=False))
+    assert data.fetched.sum() == pytest.approx((P - 1) * n * MODEL.num_features * b)
+
+
+def test_messages_are_counted_once_a_peer_however_many_micro_batches_a_wave_holds() -> None:
+    plan = fixed_plan("model", [1.0] * K, 2, MODEL.layers)
+    one, many = place(plan, work(1)), place(plan, work(3))
+    # K and V, Q, O: each to the other and from it
+    assert one.messages[0, 0] == pytest.approx([6.0, 6.0])
+    assert (many.messages == one.messages).all()
+    apart = replace(plan, micro_batches_per_wave=1)
+    assert place(apart, work(3)).messages.sum() == 3 * one.messages.sum()
+
+
+def test_terms_of_a_fit_are_those_of_the_estimate() -> None:
+    for mode in MODES:
+        for checkpointing in ("none", "edges", "layer"):
+            plan = fixed_plan(mode, [1.0] * K, P, MODEL.layers, checkpointing=checkpointing)  # type: ignore[arg-type]
+            workload, topology = work(2), machine(packed_bytes_per_s=1e8, message_s=1e-5)
+            terms = busy_terms(plan, workload, topology, place(plan, workload))
+            cost = estimate(plan, workload, topology)
+            rows = terms["row_forward"] + terms["row_backward"] + terms["row_again"]
+            edges = terms["edge_forward"] + terms["edge_backward"] + terms["edge_again"]
+            assert cost.rowwise_s == pytest.approx(rows)
+            assert cost.edgewise_s == pytest.approx(edges)
+            assert cost.visits_s == pytest.approx(terms["visits"])
+            assert cost.packing_s == pytest.approx(terms["packing"])
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_left_out_makes_a_step_no_longer(term: str) -> None:
+    topology = machine(packed_bytes_per_s=1e8, message_s=1e-5)
+    for mode in MODES:
+        plan = fixed_plan(mode, [1.0] * K, P, MODEL.layers)
+        whole, part = estimate(plan, work(3), topology), estimate(plan, work(3), topology, without=[term])
+        assert part.step_s <= whole.step_s
+    with pytest.raises(ValueError, match="no cost term 'colour'"):
+        estimate(plan, work(3), topology, without=["colour"])
+
+
+def test_a_plan_for_another_workload_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"plan places 3 partitions and 4 layers, the workload has 8 and 4"):
+        place(fixed_plan("graph", [1.0] * 3, P, MODEL.layers), work())
 
 
 def test_needed_rows_of_partitions_on_one_rank_count_once() -> None:
     everything = work(halo=float(K - 1))  # every partition needs every row of all others
-    graph = loads(fixed_plan("graph", [1.0] * K, P, MODEL.layers), everything)
+    graph = place(fixed_plan("graph", [1.0] * K, P, MODEL.layers), everything)
     assert graph.halo_rows[0, 0] == pytest.approx(100.0 * (K - K // P))
 
 
@@ -112,7 +163,8 @@ def test_a_pipeline_fills_and_drains(waves: int) -> None:
     """Without messages: `(m + p - 1) t`, forward and backward, with equal stages."""
     free = replace(machine(visit_s=0.0), same_host=Link(0.0, 1e30))
     plan = fixed_plan("pipeline", [1.0] * K, P, MODEL.layers)
-    cost = estimate(plan, work(waves), free)
+    layers_alike = replace(work(waves), model=replace(MODEL, num_features=0, num_classes=0))
+    cost = estimate(plan, layers_alike, free)
     stage = (cost.rowwise_s[0] + cost.edgewise_s[0]) / waves
     expected = (waves + P - 1) * stage + cost.reduction_s + cost.optimizer_s
     assert cost.step_s == pytest.approx(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,13 @@ def test_json_both_ways() -> None:
 
 
 def test_links_by_host() -> None:
-    assert GOOD.link(0, 0) == GOOD.same_host
-    assert GOOD.link(0, 1) == GOOD.between_hosts
+    assert GOOD.alpha_s[0, 0] == GOOD.same_host.alpha_s
+    assert GOOD.alpha_s[0, 1] == GOOD.between_hosts.alpha_s
+    assert GOOD.bytes_per_s[1, 0] == GOOD.between_hosts.bytes_per_s
+    assert GOOD.slowest_link == GOOD.between_hosts
+    throttled = replace(GOOD, slow_links=((0, 1, 10.0),))
+    assert throttled.bytes_per_s[1, 0] == throttled.bytes_per_s[0, 1] == GOOD.between_hosts.bytes_per_s / 10
+    assert topology_from_json(throttled.to_json()) == throttled
     assert [d.host for d in GOOD.resized(5, devices_per_host=2).devices] == [0, 0, 1, 1, 2]
 
 
@@ -33,6 +39,9 @@ def test_links_by_host() -> None:
     [
         ({"format": "x"}, "format is 'x'"),
         ({"devices": []}, "devices is empty"),
+        ({"slow_links": [[0, 0, 2.0]]}, r"slow_links\[0\] is \(0, 0\)"),
+        ({"slow_links": [[0, 1, 0.5]]}, r"slow_links\[0\] is 0.5"),
+        ({"slow_links": [3]}, r"slow_links is \[3\]"),
         ({"same_host": {"alpha_s": -1.0, "bytes_per_s": 1.0}}, "topology.same_host.alpha_s is -1.0"),
         ({"same_host": {"alpha_s": 1.0, "bytes_per_s": 0}}, "topology.same_host.bytes_per_s is 0"),
         ({"same_host": {"alpha_s": 1.0}}, "topology.same_host is incomplete"),

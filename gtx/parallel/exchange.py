@@ -32,6 +32,8 @@ class Timer(Protocol):
         self, kind: str, *, sent_bytes: int, received_bytes: int, wait_s: float, messages: int
     ) -> None: ...
 
+    def add_peer(self, peer: int, *, sent_bytes: int = 0, received_bytes: int = 0, wait_s: float = 0.0) -> None: ...
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -133,6 +135,10 @@ class Channel:
     ) -> list[tuple[int, int, Any]]:
         """Post all messages of one exchange; returns the pending receives as (number of the exchange, peer, work)."""
         group, self._number = self.world.rows_group, self._number + 1
+        for peer, t in sends:
+            self.timer.add_peer(peer, sent_bytes=_size(t))
+        for peer, t in recvs:
+            self.timer.add_peer(peer, received_bytes=_size(t))
         if self.world.device.type == "cuda":
             ops = [dist.P2POp(dist.irecv, t, peer, group) for peer, t in recvs]
             ops += [dist.P2POp(dist.isend, t, peer, group) for peer, t in sends]
@@ -152,11 +158,13 @@ class Channel:
     def wait(self, pending: Sequence[tuple[int, int, Any]], label: str) -> None:
         """Wait for receives. Raises ExchangeError naming the exchange and the ranks that did not arrive."""
         for i, (number, peer, work) in enumerate(pending):
+            start = time.perf_counter()
             try:
                 work.wait(self.world.timeout)
             except RuntimeError as error:
                 missing = sorted({p for _, p, w in pending[i:] if w is work or not w.is_completed()})
                 raise self.world.lost(f"exchange {label}", missing, error) from error
+            self.timer.add_peer(peer, wait_s=time.perf_counter() - start)
             # A peer posts its receives before its sends, exchange by exchange: earlier messages to it have been taken.
             self._let_go([sent for sent in self._outbox if sent.peer == peer and sent.number < number])
 
@@ -394,4 +402,8 @@ def _pick(x: Tensor, block: Block) -> Tensor:
 
 
 def _bytes(messages: Sequence[tuple[int, Tensor]]) -> int:
-    return sum(t.numel() * t.element_size() for _, t in messages)
+    return sum(_size(t) for _, t in messages)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

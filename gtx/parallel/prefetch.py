@@ -16,8 +16,8 @@ from gtx.parallel.compiler import Compiler
 class Prefetcher:
     """The compiled batches of a run, in order; every rank asks for the same ones."""
 
-    def __init__(self, compiler: Compiler, batches: BatchPlanner, num_steps: int):
-        self.compiler, self.batches, self.num_steps = compiler, batches, num_steps
+    def __init__(self, compiler: Compiler, batches: BatchPlanner):
+        self.compiler, self.batches = compiler, batches
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gtx-compile")
         self._ahead: dict[int, Future[CompiledBatch]] = {}
         self._kept: CompiledBatch | None = None  # batches that every step repeats are compiled once
@@ -34,8 +34,8 @@ class Prefetcher:
         """Compile a batch outside the sequence of steps; the same call on every rank."""
         return self._pool.submit(self.compiler.compile, batch).result()
 
-    def step(self, step: int) -> tuple[Batch, CompiledBatch]:
-        """The batch of a step; the next one is compiled meanwhile."""
+    def step(self, step: int, *, last: bool = False) -> tuple[Batch, CompiledBatch]:
+        """The batch of a step; the next one is compiled meanwhile, unless this is the last."""
         batch = self.batches.step(step)
         if batch.fixed:
             if self._kept is None:
@@ -44,9 +44,11 @@ class Prefetcher:
         if step not in self._ahead:
             self._ahead[step] = self._pool.submit(self._compile, batch)
         compiled = self._ahead.pop(step).result()
-        if step + 1 < self.num_steps:
+        if not last:
             self._ahead[step + 1] = self._pool.submit(self._compile, self.batches.step(step + 1))
         return batch, compiled
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Drop what was compiled ahead. It is waited for, since every rank takes part in it or none."""
+        self._pool.shutdown(wait=True)
+        self._ahead.clear()

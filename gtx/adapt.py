@@ -1,0 +1,393 @@
+"""Which plan each step runs under: one given beforehand, one searched at the start, or one that a controller changes.
+
+Rank 0 thinks and hands out what it decided, so all ranks do the same. Not here: the search and the rule
+(`scheduler/`), what is measured (`monitor/`), and how a step runs under a plan (`train.py`, `parallel/`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from gtx.batches import BatchPlanner
+from gtx.calibrate import calibrate, probe_links
+from gtx.config import Config
+from gtx.fit import Fit, Observation, fit, observe
+from gtx.parallel.world import World
+from gtx.partition import PartitionedGraph
+from gtx.session import Say
+from gtx.workload import count_workload
+from monitor import StepRecord, Window, reduce_window
+from scheduler.controller import Controller, Rules
+from scheduler.cost import Engine, Estimate, estimate
+from scheduler.plan import CHECKPOINTING, Plan, from_dict
+from scheduler.search import Found, Limits, explain_nothing_fits, family_of, greedy_family, remedies, search
+from scheduler.topology import Topology, topology_from_json
+from scheduler.workload import ModelShape, Workload
+
+
+class Pilot:
+    """Keeps the plan it was given. What a run asks after every step; `Scheduled` changes its mind."""
+
+    def __init__(self, plan: Plan, setting: str):
+        self.plan, self.setting = plan, setting
+        self.history: list[tuple[int, Plan]] = [(0, plan)]
+        self.spent_s = {"monitor": 0.0, "controller": 0.0, "start": 0.0}
+
+    def after_step(self, step: int, records: Sequence[StepRecord], steps_left: int) -> Plan | None:
+        """The plan to switch to before the next step, or None to stay. The same on every rank; a collective."""
+        return None
+
+    def switched(self, step: int, seconds: float, sent_bytes: int) -> None:
+        """Tell what the switch before step `step` cost."""
+
+    def report(self) -> dict[str, Any]:
+        """The block `scheduler` of the strategy report. On rank 0."""
+        return {
+            "setting": self.setting,
+            "topology": None,
+            "calibration": None,
+            "candidates": [],
+            "probes": [],
+            "windows": [],
+            "decisions": [],
+            "switches": [],
+            "spent_s": self.spent_s,
+            "regret": None,
+        }
+
+
+@dataclass
+class _Thoughts:
+    """What only rank 0 knows."""
+
+    workload: Workload
+    topology: Topology
+    found: Found
+    observations: list[Observation] = field(default_factory=list)
+    fitted: Fit | None = None
+    controller: Controller | None = None
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    switches: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Scheduled(Pilot):
+    """Searches a plan, tries the best few in the first steps, and, if adaptive, watches."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        graph: PartitionedGraph,
+        batches: BatchPlanner,
+        shape: ModelShape,
+        num_steps: int,
+        say: Say,
+    ):
+        """Raises ValueError on every rank, with remedies, if no plan fits. A collective."""
+        began = time.perf_counter()
+        self.config, self.world, self.say = config, world, say
+        self.engine = engine_of(config)
+        self.limits = limits_of(config)
+        topology = the_topology(config, world, shape, graph)
+        self._mind: _Thoughts | None = None
+        answer: list[dict[str, Any]] | str | None = None
+        if world.rank == 0:
+            try:
+                workload = count_workload(graph, batches.step(0), shape)
+                found = find_plan(config, workload, topology, self.engine, self.limits)
+                self._mind = _Thoughts(workload, topology, found)
+                answer = [plan.as_dict() for plan in self._shortlist(found, num_steps)]
+            except ValueError as error:
+                answer = str(error)
+        answer = world.gather_facts(answer)[0]
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        assert answer is not None
+        self._queue = [from_dict(data) for data in answer]
+        super().__init__(self._queue[0], config.plan.mode)
+        self._probing = len(self._queue) > 1 or (config.scheduler.probe_steps > 0 and self._long_enough(num_steps))
+        self._extra = True  # one plan more may be tried once rates are fitted
+        self._steps: list[Sequence[StepRecord]] = []
+        self._window_before: Window | None = None
+        self._fresh = True  # the first step under a plan pays for compiling and allocations
+        if not self._probing:
+            self._settle()
+        self.spent_s["start"] = time.perf_counter() - began
+
+    # The start --------------------------------------------------------------------------------------------------------
+
+    def _long_enough(self, num_steps: int) -> bool:
+        settings = self.config.scheduler
+        return num_steps >= 2 * settings.probe_plans * (settings.probe_steps + 1)
+
+    def _shortlist(self, found: Found, num_steps: int) -> list[Plan]:
+        """The plans to try, the most promising first."""
+        settings = self.config.scheduler
+        best = found.plan
+        rated = [
+            (candidate.estimate.step_s, i, candidate.plan)
+            for i, candidate in enumerate(found.candidates)
+            if candidate.plan is not None and candidate.estimate is not None and candidate.estimate.fits
+        ]
+        plans = [plan for _, _, plan in sorted(rated, key=lambda entry: entry[:2])]
+        if settings.setting == "greedy" or settings.probe_steps == 0 or not self._long_enough(num_steps):
+            return [best]
+        if settings.setting == "oracle":
+            return plans
+        near = [plan for seconds, _, plan in sorted(rated, key=lambda e: e[:2]) if seconds <= 2.0 * rated_best(rated)]
+        return near[: settings.probe_plans]
+
+    def _settle(self) -> None:
+        """The plan is chosen: from now on watch it, or leave it alone."""
+        self._probing = False
+        if self._mind is None or self.config.plan.mode != "adaptive":
+            return
+        mind = self._mind
+        limits = self.limits
+        if not self.config.scheduler.modes:
+            limits = replace(limits, allow=tuple(dict.fromkeys(place.mode for place in self.plan.partitions)))
+        mind.controller = Controller(
+            rules_of(self.config),
+            mind.workload,
+            mind.fitted.topology if mind.fitted else mind.topology,
+            self.plan,
+            self.engine,
+            limits,
+            without=self.config.scheduler.without,
+        )
+
+    # While it runs ----------------------------------------------------------------------------------------------------
+
+    def after_step(self, step: int, records: Sequence[StepRecord], steps_left: int) -> Plan | None:
+        if not self._probing and self.config.plan.mode != "adaptive":
+            return None
+        if self._fresh:
+            self._fresh = False
+            return None
+        self._steps.append(records)
+        wanted = self.config.scheduler.probe_steps if self._probing else self.config.scheduler.window
+        if len(self._steps) < wanted or steps_left == 0:
+            return None
+        steps, self._steps = self._steps, []
+        began = time.perf_counter()
+        plan = self._after_probe(steps) if self._probing else self._after_window(steps, steps_left)
+        self.spent_s["controller"] += time.perf_counter() - began
+        if plan is None or plan == self.plan:
+            return None
+        self.plan = plan
+        self.history.append((step + 1, plan))
+        self._fresh, self._window_before = True, None
+        return plan
+
+    def _after_probe(self, steps: Sequence[Sequence[StepRecord]]) -> Plan | None:
+        """Note what a tried plan took; the next one to try, or the fastest of all."""
+        answer: dict[str, Any] | None = None
+        self._queue.pop(0)
+        if self._mind is not None:
+            mind = self._mind
+            mind.observations.append(observe(self.plan, steps))
+            if not self._queue:
+                answer = self._choose(mind)
+        if self._queue:
+            return self._queue[0]
+        answer = self.world.gather_facts(answer)[0]
+        assert answer is not None
+        plan = from_dict(answer["plan"])
+        if answer["try"]:
+            self._queue, self._extra = [plan], False
+            return plan
+        before, self.plan = self.plan, plan
+        self._settle()
+        self.say(f"plan {plan.fingerprint} ({answer['family']}) chosen: {answer['why']}")
+        self.plan = before
+        return plan
+
+    def _choose(self, mind: _Thoughts) -> dict[str, Any]:
+        """After the last probe: fit, search once more, and keep the fastest that was measured."""
+        mind.fitted = fit(mind.workload, mind.topology, self.engine, mind.observations)
+        best = min(mind.observations, key=lambda o: o.step_s)
+        if self._extra and self.config.scheduler.setting == "cost_model":
+            mind.found = find_plan(self.config, mind.workload, mind.fitted.topology, self.engine, self.limits)
+            again = mind.found.plan
+            tried = {o.plan for o in mind.observations}
+            expected = estimate(again, mind.workload, mind.fitted.topology, self.engine).step_s
+            known = estimate(best.plan, mind.workload, mind.fitted.topology, self.engine).step_s
+            if again not in tried and expected < 0.95 * known:
+                return {"plan": again.as_dict(), "try": True, "family": "", "why": ""}
+        times = ", ".join(f"{family_of(o.plan)} {o.step_s * 1e3:.1f}" for o in mind.observations)
+        why = f"fastest of {len(mind.observations)} tried (ms a step: {times})"
+        return {"plan": best.plan.as_dict(), "try": False, "family": family_of(best.plan), "why": why}
+
+    def _after_window(self, steps: Sequence[Sequence[StepRecord]], steps_left: int) -> Plan | None:
+        window = reduce_window(steps, self._window_before)
+        self._window_before = window
+        mind = self._mind
+        wants = None if mind is None else mind.controller is not None and mind.controller.wants_links(window)
+        if self.world.gather_facts(wants)[0]:
+            window = replace(window, links=probe_links(self.world))
+        answer: dict[str, Any] | None = None
+        if mind is not None:
+            assert mind.controller is not None
+            decision = mind.controller.observe(window, steps_left)
+            mind.seen.append({"window": window.as_dict(), "steps_left": steps_left, "switch_s": None})
+            if decision.verdict in ("switch", "return"):
+                answer = {"plan": mind.controller.plan.as_dict(), "rule": decision.rule}
+        answer = self.world.gather_facts(answer)[0]
+        if answer is None:
+            return None
+        plan = from_dict(answer["plan"])
+        self.say(f"step {window.last_step}: plan {plan.fingerprint} ({family_of(plan)}): {answer['rule']}")
+        return plan
+
+    def switched(self, step: int, seconds: float, sent_bytes: int) -> None:
+        if self._mind is None:
+            return
+        mind = self._mind
+        fingerprint = self.plan.fingerprint
+        mind.switches.append({"step": step, "plan": fingerprint, "seconds": seconds, "sent_bytes": sent_bytes})
+        if mind.controller is not None and mind.seen:
+            mind.controller.switched(seconds)
+            mind.seen[-1]["switch_s"] = seconds
+
+    # Afterwards -------------------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        base = super().report()
+        mind = self._mind
+        if mind is None:
+            return base
+        topology = mind.fitted.topology if mind.fitted else mind.topology
+        base["topology"] = asdict(topology)
+        base["calibration"] = mind.fitted.as_dict() if mind.fitted else None
+        base["candidates"] = [
+            {
+                "family": c.family,
+                "fingerprint": c.plan.fingerprint if c.plan else None,
+                "predicted": None if c.estimate is None else estimate_facts(c.estimate),
+                "verdict": c.verdict,
+                "reason": c.reason,
+            }
+            for c in mind.found.candidates
+        ]
+        base["probes"] = [
+            {
+                "plan": o.plan.fingerprint,
+                "family": family_of(o.plan),
+                "measured_s": o.step_s,
+                "predicted_s": estimate(o.plan, mind.workload, topology, self.engine).step_s,
+            }
+            for o in mind.observations
+        ]
+        if mind.controller is not None:
+            base["windows"] = mind.seen
+            base["decisions"] = [d.as_dict() for d in mind.controller.decisions]
+        base["switches"] = mind.switches
+        base["regret"] = regret(mind)
+        return base
+
+
+def rated_best(rated: Sequence[tuple[float, int, Plan]]) -> float:
+    return min(entry[0] for entry in rated)
+
+
+def regret(mind: _Thoughts) -> dict[str, Any] | None:
+    """How much slower the plan kept was than the fastest one measured in this run, in hindsight."""
+    known: dict[str, list[float]] = {}
+    for o in mind.observations:
+        known.setdefault(o.plan.fingerprint, []).append(o.step_s)
+    for entry in mind.seen:
+        known.setdefault(entry["window"]["plan_fingerprint"], []).append(entry["window"]["step_s"])
+    if len(known) < 2:
+        return None
+    times = {plan: min(values) for plan, values in known.items()}
+    best = min(times, key=lambda plan: times[plan])
+    last = (
+        mind.seen[-1]["window"]["plan_fingerprint"]
+        if mind.seen
+        else min(mind.observations, key=lambda o: o.step_s).plan.fingerprint
+    )
+    now = known[last][-1]
+    return {"best_plan": best, "best_s": times[best], "kept_plan": last, "kept_s": now, "share": now / times[best] - 1}
+
+
+# From the config ------------------------------------------------------------------------------------------------------
+
+
+def engine_of(config: Config) -> Engine:
+    """What of the engine the cost model knows."""
+    return Engine(config.engine.zero_stage, config.engine.offload_optimizer == "cpu")
+
+
+def limits_of(config: Config) -> Limits:
+    """What the user rules out."""
+    plan = config.plan
+    first = CHECKPOINTING.index(plan.checkpointing)
+    return Limits(
+        allow=plan.allow,
+        pin=plan.pin or None,
+        memory_bytes=None if plan.memory_limit_gib is None else plan.memory_limit_gib * 2**30,
+        checkpointing=CHECKPOINTING[first:],
+        groups=plan.groups,
+        fixed_waves=None
+        if plan.micro_batches_per_wave is None
+        else (plan.micro_batches_per_wave, plan.waves_per_round),
+    )
+
+
+def rules_of(config: Config) -> Rules:
+    """The thresholds of the switch rule."""
+    settings = config.scheduler
+    return Rules(**{f.name: getattr(settings, f.name) for f in fields(Rules)})
+
+
+def the_topology(config: Config, world: World, shape: ModelShape, graph: PartitionedGraph) -> Topology:
+    """The machine: from the file that the config names, else measured now. A collective."""
+    if config.plan.topology is not None:
+        return read_topology(config.plan.topology, world.size, "plan.topology")
+    rows = graph.graph.num_nodes // world.size
+    return calibrate(config, world, shape, "at the start of a run", rows)
+
+
+def read_topology(path: Path, world_size: int, key: str = "--topology") -> Topology:
+    """A topology file for a number of ranks: as it is, or as many devices like its first one."""
+    try:
+        topology = topology_from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {key} {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{key} {path}: {error}") from None
+    return topology if topology.world_size == world_size else topology.resized(world_size)
+
+
+def find_plan(config: Config, workload: Workload, topology: Topology, engine: Engine, limits: Limits) -> Found:
+    """Search as the config says. Raises ValueError with remedies if nothing fits."""
+    without = config.scheduler.without
+    if config.scheduler.setting == "greedy":
+        limits = replace(limits, allow=(greedy_family(workload, topology, limits),))
+        found = search(workload, topology, engine, limits, budget=0, without=without)
+    else:
+        found = search(workload, topology, engine, limits, without=without)
+    if found.chosen is None:
+        found = replace(found, remedies=remedies(workload, topology, engine, limits))
+        raise ValueError(explain_nothing_fits(found))
+    return found
+
+
+def estimate_facts(cost: Estimate) -> dict[str, Any]:
+    """An estimate for the report: the step, and the largest of all ranks by kind."""
+    return {
+        "step_s": cost.step_s,
+        "rowwise_s": max(cost.rowwise_s),
+        "edgewise_s": max(cost.edgewise_s),
+        "visits_s": max(cost.visits_s),
+        "packing_s": max(cost.packing_s),
+        "wait_s": max(cost.wait_s),
+        "reduction_s": cost.reduction_s,
+        "optimizer_s": cost.optimizer_s,
+        "sent_bytes": sum(cost.sent_bytes),
+        "memory_bytes": max(cost.memory_bytes),
+    }

@@ -1,0 +1,156 @@
+"""Fits a topology's rates to what steps really took, and says how well the cost model then predicts.
+
+Non-negative least squares with every row divided by its seconds, so that short and long steps count alike, and a prior
+that keeps what the rows cannot tell. Not here: the formulas (`scheduler/cost.py`) and the first measurement
+(`calibrate.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from monitor import StepRecord
+from scheduler.cost import Engine, busy_terms, estimate, optimizer_s, reduction_s
+from scheduler.placing import place
+from scheduler.plan import Plan
+from scheduler.topology import Device, Topology
+from scheduler.workload import Workload
+
+FACTORS = ("row_forward", "row_backward", "edge_forward", "edge_backward", "visits", "packing")
+PRIOR_WEIGHT = 0.1  # of each prior, in rows
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Medians of some steps under one plan. phases: seconds of each rank by phase; step_s: of the slowest rank."""
+
+    plan: Plan
+    step_s: float
+    phases: tuple[dict[str, float], ...]
+    wait_s: tuple[float, ...]
+    peak_memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fitted rates. factors: what each term of the prior was multiplied by. condition: of the rows without the prior.
+
+    errors: relative error of the predicted step on each observation that was fitted.
+    """
+
+    topology: Topology
+    factors: dict[str, float]
+    condition: float
+    rows: int
+    errors: tuple[float, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "factors": self.factors,
+            "condition": self.condition if np.isfinite(self.condition) else None,
+            "rows": self.rows,
+            "fitted_error_median": median(self.errors) if self.errors else None,
+        }
+
+
+def observe(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Observation:
+    """Medians over steps of the records of all ranks."""
+    ranks = range(len(steps[0]))
+    names = {name for records in steps for record in records for name in record.phases}
+    left_out = ("compiling", "sampling", "evaluate")
+    work = [max(r.wall_s - sum(r.phases.get(name, 0.0) for name in left_out) for r in records) for records in steps]
+    return Observation(
+        plan,
+        median(work),
+        tuple({n: median(records[r].phases.get(n, 0.0) for records in steps) for n in sorted(names)} for r in ranks),
+        tuple(median(records[r].wait_s for records in steps) for r in ranks),
+        tuple(max(records[r].peak_memory_bytes for records in steps) for r in ranks),
+    )
+
+
+def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Fit:
+    """Scale the rates of a topology so that its terms match the seconds of each phase and rank.
+
+    Raises ValueError without observations.
+    """
+    if not seen:
+        raise ValueError("a fit needs at least one observation")
+    rows: list[list[float]] = []
+    for observation in seen:
+        placed = place(observation.plan, workload)
+        terms = busy_terms(observation.plan, workload, topology, placed)
+        for rank, phases in enumerate(observation.phases):
+            rows += _rows({name: float(values[rank]) for name, values in terms.items()}, phases, observation, rank)
+    table = np.array(rows) if rows else np.zeros((0, len(FACTORS)))
+    prior = np.sqrt(PRIOR_WEIGHT) * np.eye(len(FACTORS))
+    matrix = np.vstack([table, prior])
+    wanted = np.concatenate([np.ones(len(table)), np.sqrt(PRIOR_WEIGHT) * np.ones(len(FACTORS))])
+    solved, _ = nnls(matrix, wanted)
+    factors = {name: float(min(max(value, 0.02), 50.0)) for name, value in zip(FACTORS, solved, strict=True)}
+    scaled = replace(topology, devices=tuple(_scaled(device, factors) for device in topology.devices))
+    scaled = replace(scaled, step_s=_rest(workload, scaled, engine, seen))
+    used = table[:, (table > 0).any(axis=0)]
+    condition = float(np.linalg.cond(used)) if used.size else float("inf")
+    errors = tuple(
+        abs(estimate(o.plan, workload, scaled, engine).step_s / o.step_s - 1.0) for o in seen if o.step_s > 0
+    )
+    return Fit(scaled, factors, condition, len(table), errors)
+
+
+def _rows(terms: dict[str, float], phases: dict[str, float], seen: Observation, rank: int) -> list[list[float]]:
+    """One row per phase: how much each factor's term adds to it, over its seconds."""
+    third = terms["visits"] / 3.0
+    exchange = sum(v for name, v in phases.items() if name.startswith("exchange.") and name != "exchange.reduce")
+    whole = sum(phases.values())
+    wanted = [
+        (phases.get("rowwise", 0.0), {"row_forward": terms["row_forward"], "visits": third}),
+        (phases.get("edgewise", 0.0), {"edge_forward": terms["edge_forward"]}),
+        (
+            phases.get("backward", 0.0),
+            {
+                "row_backward": terms["row_backward"],
+                "row_forward": terms["row_again"],
+                "edge_backward": terms["edge_backward"],
+                "edge_forward": terms["edge_again"],
+                "visits": 2.0 * third,
+            },
+        ),
+        (max(exchange - seen.wait_s[rank], 0.0), {"packing": terms["packing"]}),
+    ]
+    rows = []
+    for seconds, parts in wanted:
+        if seconds > 0.01 * whole and sum(parts.values()) > 0:  # what takes no time tells nothing
+            rows.append([parts.get(name, 0.0) / seconds for name in FACTORS])
+    return rows
+
+
+def _scaled(device: Device, factors: dict[str, float]) -> Device:
+    return replace(
+        device,
+        row_flops_per_s=device.row_flops_per_s / factors["row_forward"],
+        row_bytes_per_s=device.row_bytes_per_s / factors["row_forward"],
+        edge_bytes_per_s=device.edge_bytes_per_s / factors["edge_forward"],
+        packed_bytes_per_s=device.packed_bytes_per_s / factors["packing"],
+        message_s=device.message_s * factors["packing"],
+        visit_s=device.visit_s * factors["visits"],
+        row_backward=device.row_backward * factors["row_backward"] / factors["row_forward"],
+        edge_backward=device.edge_backward * factors["edge_backward"] / factors["edge_forward"],
+    )
+
+
+def _rest(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> float:
+    """What a step takes beside its terms: optimizer, reduction and the rest, of the rank that waits least in them."""
+    rest = []
+    for observation in seen:
+        rounds = len(observation.plan.rounds(len(observation.plan.waves(workload.num_micro_batches))))
+        expected = optimizer_s(workload.model.parameters, topology, engine)
+        expected += reduction_s(workload.model.parameters, topology, engine.zero_stage, rounds)
+        measured = min(p.get("optimizer", 0.0) + p.get("other", 0.0) for p in observation.phases)
+        rest.append(measured - expected)
+    return max(median(rest), 0.0)

@@ -1,0 +1,107 @@
+"""What every command begins with: the launched ranks joined, the graph loaded and cut into partitions.
+
+Not here: what is then done with them (`train.py`, `calibrate.py`, `show.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from gtx.config import Config
+from gtx.datasets import load_graph
+from gtx.graphs import GraphSummary, summarize
+from gtx.parallel.world import World, join_world, launched_ranks, leave_world
+from gtx.partition import PartitionedGraph, load, load_or_partition
+
+Say = Callable[[str], None]
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[World]:
+    """This rank's world, torn down at the end."""
+    device = config.engine.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("engine.device is cuda and no CUDA device was found; use cpu or auto")
+    _, size, _ = launched_ranks()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
+    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // local_size)
+    torch.set_num_threads(threads)
+    yield join_world(timeout_s=config.engine.timeout_s, device=device)
+    leave_world()  # not after a failure: peers may be gone
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A graph ready to train on, the same on every rank."""
+
+    partitioned: PartitionedGraph
+    summary: GraphSummary
+    reused: bool
+
+
+def load_partitioned(config: Config, world: World | None = None) -> Loaded:
+    """Load and partition the graph once per host; the other ranks map the files that the first one wrote.
+
+    Raises ValueError with one line, on every rank, if the first rank of any host fails.
+    """
+
+    def make() -> Loaded:
+        data = config.data
+        graph = load_graph(
+            data.name,
+            root=data.root,
+            seed=config.seed,
+            split=data.split,
+            undirected=data.undirected,
+            self_loops=data.self_loops,
+            options=data.options,
+        )
+        part = config.partition
+        partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache)
+        return Loaded(partitioned, summarize(graph), reused)
+
+    if world is None or world.size == 1:
+        return make()
+    host, local_rank = socket.gethostname(), launched_ranks()[2]
+    made: Loaded | None = None
+    error: str | None = None
+    if local_rank == 0:
+        try:
+            made = make()
+        except (ValueError, OSError) as problem:
+            error = str(problem)
+    folder = made.partitioned.folder if made else None
+    facts = world.gather_facts((host, local_rank, error, folder, (made.summary, made.reused) if made else None))
+    for fact in facts:
+        if fact[2] is not None:
+            raise ValueError(fact[2])
+    if made is not None:
+        return made
+    first = next(fact for fact in facts if fact[0] == host and fact[1] == 0)
+    if first[3] is None:
+        return make()  # the first rank could not keep its files
+    return Loaded(load(first[3]), *first[4])
+
+
+def tell_graph(loaded: Loaded, say: Say) -> None:
+    """Two lines on the graph and how it is cut."""
+    summary, facts = loaded.summary, loaded.partitioned.facts
+    kind = "directed" if summary.directed else "undirected"
+    say(
+        f"graph {loaded.partitioned.graph.name}: {summary.num_nodes:,} nodes, {summary.num_edges:,} {kind} edges, "
+        f"{summary.num_features} features, {summary.num_classes} classes; {summary.isolated_nodes} isolated nodes, "
+        f"{summary.duplicate_edges} duplicate edges, {summary.self_loops} self loops"
+    )
+    made = "reused" if loaded.reused else f"made in {facts.seconds:.1f} s"
+    say(
+        f"partitions: {facts.parts} by {facts.method} ({facts.implementation}), {made}; cut {facts.cut_fraction:.1%}, "
+        f"balance {facts.node_balance:.2f} nodes, {facts.edge_balance:.2f} edges"
+    )

@@ -1,0 +1,454 @@
+"""The controller: when a running job should change its plan, as a pure function of windows that all ranks share.
+
+It names a trigger, asks the search for a better plan under what the windows say of the machine, prices the switch,
+compares afterwards what it promised with what it got, and goes back if it was wrong. Not here: how windows are measured
+(`monitor/`), how a plan is found (`search.py`) and how a job switches (`gtx/adapt.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from monitor.windows import Window
+from scheduler.cost import Engine, estimate
+from scheduler.plan import Plan
+from scheduler.search import Candidate, Found, Limits, search
+from scheduler.topology import Topology
+from scheduler.workload import Workload
+
+TRIGGERS = (
+    "first window",
+    "compute hotspot",
+    "straggler",
+    "exchange hotspot",
+    "memory pressure",
+    "drift",
+    "review",
+    "promise",
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Thresholds. Defaults are those of the config.
+
+    delta: least gain over the step. kappa: times the switch's cost that the gain must exceed. z: sigmas besides.
+    hold: windows in which the same must hold. cooldown: least steps between switches. hotspot: the busiest rank's
+    compute over the mean. straggler: a rank's slowness over the fastest. exchange: share of the step that is waiting.
+    memory: share of the limit. drift: change of the step since the plan began. review: windows between searches
+    without a trigger. snap: slowness below it counts as none. max_failures: broken promises after which it stops.
+    hysteresis: off, for ablations, leaves only "the predicted gain is positive".
+    """
+
+    delta: float = 0.07
+    kappa: float = 1.5
+    z: float = 1.0
+    hold: int = 2
+    cooldown: int = 20
+    hotspot: float = 2.0
+    straggler: float = 1.3
+    exchange: float = 0.25
+    memory: float = 0.9
+    drift: float = 0.2
+    review: int = 20
+    snap: float = 1.2
+    max_failures: int = 3
+    hysteresis: bool = True
+
+
+@dataclass(frozen=True)
+class Option:
+    """A candidate as a decision shows it. predicted_s: after the correction by what the running plan measures."""
+
+    family: str
+    fingerprint: str
+    predicted_s: float | None
+    memory_bytes: float | None
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the controller saw and decided after one window.
+
+    verdict: `stay`, `switch`, `return` (to the plan before) or `stopped`. rule: which clause decided, with its numbers.
+    promised_s: the predicted step after a switch. slowness: of each rank, believed. links: (rank, rank, times slower).
+    outcome_s, kept: filled in later: what the step became, and whether the promise was kept.
+    """
+
+    step: int
+    triggers: tuple[str, ...]
+    verdict: str
+    rule: str
+    plan_fingerprint: str
+    chosen_fingerprint: str
+    measured_s: float
+    predicted_s: float
+    promised_s: float | None
+    gain_s: float
+    steps_left: int
+    cost_s: float
+    slowness: tuple[float, ...]
+    links: tuple[tuple[int, int, float], ...]
+    candidates: tuple[Option, ...]
+    outcome_s: float | None = None
+    kept: bool | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class _Promise:
+    """A switch whose outcome is awaited."""
+
+    decision: int
+    before: Plan
+    before_s: float
+    promised_s: float
+    windows: list[float] = field(default_factory=list)
+
+
+Search = Callable[..., Found]
+
+
+class Controller:
+    """Folds windows into decisions. The same windows give the same decisions, wherever and whenever they are folded."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        workload: Workload,
+        topology: Topology,
+        plan: Plan,
+        engine: Engine = Engine(),  # noqa: B008
+        limits: Limits = Limits(),  # noqa: B008
+        *,
+        switch_cost_s: float = 1.0,
+        find: Search = search,
+        without: Sequence[str] = (),
+    ):
+        """switch_cost_s: what a switch is expected to cost until one was measured."""
+        self.rules, self.workload, self.topology, self.engine, self.limits = rules, workload, topology, engine, limits
+        self.plan, self.find, self.without = plan, find, tuple(without)
+        self.decisions: list[Decision] = []
+        self.plans: dict[str, Plan] = {plan.fingerprint: plan}
+        self.believed = topology
+        self.stopped = False
+        self._links: tuple[tuple[int, int, float], ...] = topology.slow_links
+        self._costs = [switch_cost_s]
+        self._windows = 0
+        self._since_search = 0
+        self._held = 0
+        self._lost_s = 0.0
+        self._last_switch: int | None = None
+        self._cooldown = rules.cooldown
+        self._failures = 0
+        self._promise: _Promise | None = None
+        self._reference_s: float | None = None  # the step when the plan had settled
+        self._wait_reference_s: float | None = None
+        self._bias: dict[str, float] = {}  # measured over predicted, of plans that ran
+
+    # What the windows say ---------------------------------------------------------------------------------------------
+
+    def wants_links(self, window: Window) -> bool:
+        """Whether the links should be probed before `observe` is called with this window."""
+        return not self.stopped and "exchange hotspot" in self._triggers(window, self._slowness(window))
+
+    def observe(self, window: Window, steps_left: int) -> Decision:
+        """Take in a window and decide. A `switch` or `return` is taken as done: the next window is of the new plan."""
+        if window.plan_fingerprint != self.plan.fingerprint:
+            raise ValueError(
+                f"the window of step {window.first_step} is of plan {window.plan_fingerprint}, "
+                f"{self.plan.fingerprint} is running; reduce windows plan by plan"
+            )
+        self._windows += 1
+        self._since_search += 1
+        slowness = self._slowness(window)
+        triggers = self._triggers(window, slowness)
+        self._believe(window, slowness)
+        predicted = self._predict(self.plan)
+        self._bias[self.plan.fingerprint] = window.step_s / max(predicted, 1e-12)
+        broken = self._settle_promise(window)
+        if broken is not None:
+            triggers = (*triggers, "promise")
+        settled = self._reference_s is None
+        if settled:
+            self._reference_s = window.step_s
+            self._wait_reference_s = max(rank.wait_s for rank in window.ranks)
+        if self.stopped:
+            return self._stay(window, (), "stopped: switching did not pay", steps_left, slowness, "stopped")
+        if broken is not None and self.stopped is False and broken:
+            return self._return(window, triggers, steps_left, slowness)
+        if not triggers:
+            self._held, self._lost_s = 0, 0.0
+            return self._stay(window, triggers, "no trigger", steps_left, slowness)
+        return self._consider(window, triggers, steps_left, slowness)
+
+    def switched(self, cost_s: float) -> None:
+        """Tell what the last switch took, in seconds."""
+        self._costs = [cost_s] if len(self._costs) == 1 and not self._switches else [*self._costs, cost_s]
+        self._switches += 1
+
+    _switches = 0
+
+    @property
+    def cost_s(self) -> float:
+        """What a switch is expected to cost."""
+        return median(self._costs)
+
+    def _slowness(self, window: Window) -> tuple[float, ...]:
+        """How many times slower than calibrated each rank computes, next to the least slowed; small ones count as 1."""
+        expected = estimate(self.plan, self.workload, self.topology, self.engine, without=self.without)
+        busy = [a + b + c for a, b, c in zip(expected.rowwise_s, expected.edgewise_s, expected.visits_s, strict=True)]
+        floor = 0.05 * max(busy)
+        ratios = [rank.compute_s / b if b > floor else math.nan for rank, b in zip(window.ranks, busy, strict=True)]
+        known = [r for r in ratios if not math.isnan(r)]
+        least = min(known) if known else 1.0
+        relative = tuple(1.0 if math.isnan(r) else r / max(least, 1e-12) for r in ratios)
+        # A rank without work in this plan keeps what is believed of it.
+        return tuple(
+            self._slow_before(i) if math.isnan(ratios[i]) else (r if r >= self.rules.snap else 1.0)
+            for i, r in enumerate(relative)
+        )
+
+    def _slow_before(self, rank: int) -> float:
+        now, base = self.believed.devices[rank], self.topology.devices[rank]
+        return base.row_flops_per_s / now.row_flops_per_s
+
+    def _triggers(self, window: Window, slowness: Sequence[float]) -> tuple[str, ...]:
+        rules, found = self.rules, []
+        if self._reference_s is None:
+            found.append("first window")
+        if window.imbalance >= rules.hotspot:
+            found.append("compute hotspot")
+        if max(slowness) >= rules.straggler:
+            found.append("straggler")
+        wait = max(rank.wait_s for rank in window.ranks)
+        grew = self._wait_reference_s is None or wait > 1.5 * self._wait_reference_s
+        if wait >= rules.exchange * window.step_s and grew and max(slowness) < rules.straggler:
+            found.append("exchange hotspot")
+        limit = self.limits.memory_bytes
+        for rank, device in zip(window.ranks, self.topology.devices, strict=True):
+            if rank.peak_memory_bytes >= rules.memory * min(device.memory_bytes, limit or math.inf):
+                found.append("memory pressure")
+                break
+        if self._reference_s is not None and abs(window.step_s / self._reference_s - 1.0) >= rules.drift:
+            found.append("drift")
+        if self._since_search >= rules.review:
+            found.append("review")
+        return tuple(found)
+
+    def _believe(self, window: Window, slowness: Sequence[float]) -> None:
+        if window.links:
+            self._links = self._slow_links(window.links)
+        self.believed = replace(self.topology.with_speeds(slowness), slow_links=self._links)
+
+    def _slow_links(self, probed: Sequence[tuple[int, int, float, float]]) -> tuple[tuple[int, int, float], ...]:
+        found = []
+        for a, b, _, bytes_per_s in probed:
+            times = float(self.topology.bytes_per_s[a, b]) / max(bytes_per_s, 1.0)
+            if times >= 2.0:  # a probe of a busy machine is coarse
+                found.append((a, b, times))
+        return tuple(found)
+
+    def _predict(self, plan: Plan) -> float:
+        return estimate(plan, self.workload, self.believed, self.engine, without=self.without).step_s
+
+    # What follows -----------------------------------------------------------------------------------------------------
+
+    def _settle_promise(self, window: Window) -> bool | None:
+        """None: nothing was due. True: a broken promise, and the plan before was faster. False: broken, no worse."""
+        promise = self._promise
+        if promise is None:
+            return None
+        promise.windows.append(window.step_s)
+        if len(promise.windows) < self.rules.hold:
+            return None
+        outcome = median(promise.windows)
+        realised, promised = promise.before_s - outcome, promise.before_s - promise.promised_s
+        kept = realised >= 0.5 * promised
+        self.decisions[promise.decision] = replace(self.decisions[promise.decision], outcome_s=outcome, kept=kept)
+        self._promise = None
+        if kept:
+            self._failures, self._cooldown = 0, self.rules.cooldown
+            return None
+        self._failures += 1
+        self._cooldown *= 2
+        if self._failures >= self.rules.max_failures:
+            self.stopped = True
+        if realised < 0:
+            self._back_to = (promise.before, promise.before_s)
+            return True
+        return False
+
+    _back_to: tuple[Plan, float] | None = None
+
+    def _consider(
+        self, window: Window, triggers: tuple[str, ...], steps_left: int, slowness: tuple[float, ...]
+    ) -> Decision:
+        rules = self.rules
+        self._since_search = 0
+        found = self.find(self.workload, self.believed, self.engine, self.limits, start=self.plan, without=self.without)
+        usual = self._bias[self.plan.fingerprint]
+        options = tuple(self._option(candidate, usual) for candidate in found.candidates)
+        now = window.step_s
+        rated = [
+            (option.predicted_s, i)
+            for i, option in enumerate(options)
+            if option.predicted_s is not None and option.verdict != "too large"
+        ]
+        if not rated:
+            return self._stay(window, triggers, "no plan fits", steps_left, slowness, candidates=options)
+        promised, index = min(rated)
+        chosen = found.candidates[index].plan
+        assert chosen is not None
+        gain = now - promised
+        pressed = "memory pressure" in triggers and not self._fits(self.plan)
+        clauses = [
+            (chosen != self.plan, "the running plan is the best"),
+            (gain > 0 or pressed, f"no gain: {promised:.4g} s predicted, {now:.4g} s measured"),
+        ]
+        if rules.hysteresis and not pressed:
+            cost = self.cost_s
+            noise = rules.z * window.step_sigma_s * math.sqrt(max(steps_left, 0))
+            self._lost_s += max(gain, 0.0) * (window.last_step - window.first_step + 1)
+            since = math.inf if self._last_switch is None else window.last_step - self._last_switch
+            rest = max(self._cooldown if self._switches else 0, cost / max(gain, 1e-12))
+            clauses += [
+                (gain / now >= rules.delta, f"gain {gain / now:.1%} of the step, {rules.delta:.1%} asked"),
+                (
+                    gain * steps_left > rules.kappa * cost + noise,
+                    f"gain {gain * steps_left:.3g} s over {steps_left} steps, {rules.kappa:g} x {cost:.3g} s of "
+                    f"switching and {noise:.3g} s of noise to beat",
+                ),
+                (since >= rest, f"{since:g} steps since the last switch, {rest:.3g} asked"),
+                (self._lost_s >= cost, f"lost so far {self._lost_s:.3g} s, less than a switch costs ({cost:.3g} s)"),
+            ]
+        for holds, text in clauses:
+            if not holds:
+                self._held = 0 if gain <= 0 or gain / now < rules.delta else self._held
+                return self._stay(window, triggers, text, steps_left, slowness, candidates=options, gain=gain)
+        self._held += 1
+        wanted = rules.hold if rules.hysteresis and not pressed and "first window" not in triggers else 1
+        if self._held < wanted:
+            text = f"held for {self._held} of {wanted} windows"
+            return self._stay(window, triggers, text, steps_left, slowness, candidates=options, gain=gain)
+        rule = f"gain {gain:.4g} s a step ({gain / now:.1%}) over {steps_left} steps against {self.cost_s:.3g} s"
+        return self._change("switch", chosen, promised, window, triggers, rule, steps_left, slowness, options, gain)
+
+    def _option(self, candidate: Candidate, usual: float) -> Option:
+        """A candidate with its prediction corrected: by its own past where it ran, else by the running plan's."""
+        if candidate.plan is None or candidate.estimate is None:
+            return Option(candidate.family, "", None, None, candidate.verdict, candidate.reason)
+        fingerprint = candidate.plan.fingerprint
+        factor = self._bias.get(fingerprint, usual)
+        return Option(
+            candidate.family,
+            fingerprint,
+            candidate.estimate.step_s * factor,
+            max(candidate.estimate.memory_bytes),
+            candidate.verdict,
+            candidate.reason,
+        )
+
+    def _fits(self, plan: Plan) -> bool:
+        return estimate(plan, self.workload, self.believed, self.engine).fits
+
+    def _return(
+        self, window: Window, triggers: tuple[str, ...], steps_left: int, slowness: tuple[float, ...]
+    ) -> Decision:
+        assert self._back_to is not None
+        plan, before_s = self._back_to
+        self._back_to = None
+        rule = f"the step became {window.step_s:.4g} s, it was {before_s:.4g} s before the switch: back"
+        gain = window.step_s - before_s
+        return self._change("return", plan, before_s, window, triggers, rule, steps_left, slowness, (), gain)
+
+    def _change(
+        self,
+        verdict: str,
+        plan: Plan,
+        promised: float,
+        window: Window,
+        triggers: tuple[str, ...],
+        rule: str,
+        steps_left: int,
+        slowness: tuple[float, ...],
+        options: tuple[Option, ...],
+        gain: float,
+    ) -> Decision:
+        decision = self._decision(window, triggers, verdict, rule, plan, steps_left, slowness, options, gain, promised)
+        self._promise = _Promise(len(self.decisions), self.plan, window.step_s, promised)
+        self.decisions.append(decision)
+        self.plan = plan
+        self.plans[plan.fingerprint] = plan
+        self._last_switch = window.last_step
+        self._held, self._lost_s = 0, 0.0
+        self._reference_s = self._wait_reference_s = None
+        return decision
+
+    def _stay(
+        self,
+        window: Window,
+        triggers: tuple[str, ...],
+        rule: str,
+        steps_left: int,
+        slowness: tuple[float, ...],
+        verdict: str = "stay",
+        candidates: tuple[Option, ...] = (),
+        gain: float = 0.0,
+    ) -> Decision:
+        decision = self._decision(
+            window, triggers, verdict, rule, self.plan, steps_left, slowness, candidates, gain, None
+        )
+        self.decisions.append(decision)
+        return decision
+
+    def _decision(
+        self,
+        window: Window,
+        triggers: tuple[str, ...],
+        verdict: str,
+        rule: str,
+        plan: Plan,
+        steps_left: int,
+        slowness: tuple[float, ...],
+        options: tuple[Option, ...],
+        gain: float,
+        promised: float | None,
+    ) -> Decision:
+        return Decision(
+            step=window.last_step,
+            triggers=triggers,
+            verdict=verdict,
+            rule=rule,
+            plan_fingerprint=self.plan.fingerprint,
+            chosen_fingerprint=plan.fingerprint,
+            measured_s=window.step_s,
+            predicted_s=self._predict(self.plan),
+            promised_s=promised,
+            gain_s=gain,
+            steps_left=steps_left,
+            cost_s=self.cost_s,
+            slowness=tuple(slowness),
+            links=self._links,
+            candidates=options,
+        )
+
+
+def replay(controller: Controller, seen: Sequence[Mapping[str, Any]]) -> list[Decision]:
+    """Fold recorded windows anew: `seen` holds `window` (as `Window.as_dict`), `steps_left` and `switch_s` (or null).
+
+    Returns the decisions; with the controller's settings of the run they are those of the run.
+    """
+    for entry in seen:
+        controller.observe(Window.from_dict(entry["window"]), int(entry["steps_left"]))
+        if entry.get("switch_s") is not None:
+            controller.switched(float(entry["switch_s"]))
+    return controller.decisions
