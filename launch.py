@@ -1,6 +1,6 @@
-"""Parses the command line and dispatches, nothing else. It is launched, by python, deepspeed or torchrun; never spawns.
+"""Parses the command line and dispatches, nothing else. It is launched, by python, deepspeed or torchrun.
 
-The work is in `gtx/`: `train.py`, `show.py` and `report.py`.
+The work is in `gtx/`: `train.py`, `show.py`, `ablate.py` (which alone starts ranks itself) and `report.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="launch.py", description="Train graph transformers under parallel plans.")
     top.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = top.add_subparsers(
-        dest="command", required=True, metavar="train | partition | plan | calibrate | report"
+        dest="command", required=True, metavar="train | partition | plan | calibrate | simulate | ablate | report"
     )
     with_config = argparse.ArgumentParser(add_help=False)
     with_config.add_argument("config", type=Path, help="a YAML file, see configs/")
@@ -35,8 +35,43 @@ def parser() -> argparse.ArgumentParser:
         "calibrate", parents=[with_config], help="measure the launched ranks and their links, some seconds"
     )
     calibrate.add_argument("--out", type=Path, required=True, help="the topology file to write")
-    report = commands.add_parser("report", help="print a run's strategy report as tables")
+    simulate = commands.add_parser(
+        "simulate", parents=[with_config], help="play the job on a machine one does not have, with scripted events"
+    )
+    simulate.add_argument("--devices", type=int, required=True, help="how many devices")
+    simulate.add_argument(
+        "--topology", type=Path, required=True, help="the machine; see calibrate and configs/topology"
+    )
+    simulate.add_argument("--devices-per-host", type=int, help="lay the devices out on hosts of as many")
+    simulate.add_argument("--steps", type=int, default=400, help="steps to play; default 400")
+    simulate.add_argument(
+        "--event", action="append", default=[], help="'STEP:rank R:TIMES' or 'STEP:link A-B:TIMES' slower; repeatable"
+    )
+    simulate.add_argument("--switch-s", type=float, default=1.0, help="seconds that a switch takes; default 1")
+    simulate.add_argument("--noise", type=float, default=0.0, help="relative deviation of each step; default 0")
+    simulate.add_argument("--out", type=Path, help="write every step and decision as JSON")
+    ablate = commands.add_parser(
+        "ablate", parents=[with_config], help="run every mode at every world size, and put them side by side"
+    )
+    ablate.add_argument(
+        "--modes",
+        default="graph,model,pipeline,data,mixed,auto,adaptive",
+        help="modes, and variations such as auto:greedy, auto-exchange, adaptive-hysteresis; default all modes",
+    )
+    ablate.add_argument("--worlds", default="1,2,4", help="numbers of ranks; default 1,2,4")
+    ablate.add_argument(
+        "--repeats", type=int, default=3, help="runs of each, with seeds from the config's on; default 3"
+    )
+    ablate.add_argument(
+        "--out", type=Path, help="where runs and tables go; default runs/<name>-ablation; goes on there"
+    )
+    ablate.add_argument("--scheduler", help="run auto and adaptive under each of fixed,greedy,cost_model,oracle")
+    ablate.add_argument("--without-terms", help="run auto and adaptive also without each of these cost terms")
+    ablate.add_argument("--no-hysteresis", action="store_true", help="run adaptive also without hysteresis")
+    report = commands.add_parser("report", help="print a run's strategy report as tables, or compare two runs")
     report.add_argument("run_dir", type=Path)
+    report.add_argument("other", type=Path, nargs="?", help="a second run folder, to compare with the first")
+    report.add_argument("--html", action="store_true", help="write the report as one HTML page into the run folder")
     return top
 
 
@@ -47,6 +82,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     stray = [word for word in rest if word.startswith("-") or "=" not in word or options.command == "report"]
     if stray:
         top.error(f"unknown argument {stray[0]!r}")
+    if options.command == "report" and options.html and options.other:
+        top.error("--html makes the page of one run; leave the second folder out")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
@@ -60,10 +97,34 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         if options.command == "report":
-            from gtx.report import print_run
+            if options.other:
+                from gtx.compare import compare_runs
 
-            print_run(options.run_dir)
+                compare_runs(options.run_dir, options.other)
+            elif options.html:
+                from gtx.page import write_page
+
+                print(write_page(options.run_dir))
+            else:
+                from gtx.report import print_run
+
+                print_run(options.run_dir)
             return 0
+        if options.command == "ablate":
+            from gtx.ablate import run_ablation
+
+            return run_ablation(
+                options.config,
+                options.overrides,
+                Path(__file__).resolve(),
+                modes=options.modes,
+                worlds=options.worlds,
+                repeats=options.repeats,
+                out=options.out,
+                schedulers=options.scheduler,
+                without_terms=options.without_terms,
+                no_hysteresis=options.no_hysteresis,
+            )
         from gtx.config import load_config
 
         config = load_config(options.config, options.overrides)
@@ -75,6 +136,20 @@ def main(arguments: Sequence[str]) -> int:
             from gtx.calibrate import run_calibration
 
             run_calibration(config, options.out, shlex.join(["launch.py", *arguments]))
+        elif options.command == "simulate":
+            from gtx.simulate import simulate
+
+            simulate(
+                config,
+                options.devices,
+                options.topology,
+                steps=options.steps,
+                events=options.event,
+                switch_s=options.switch_s,
+                noise=options.noise,
+                devices_per_host=options.devices_per_host,
+                out=options.out,
+            )
         elif options.command == "partition":
             from gtx.show import show_partition
 

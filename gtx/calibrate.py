@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,6 +40,7 @@ from sparse_engine import resolve_backend
 
 ROWS, DEGREE, REPEATS = 8192, 16, 5
 MESSAGE_BYTES = (1 << 12, 1 << 20, 1 << 22)
+PROBE_BYTES = (1 << 12, 1 << 18)
 
 
 def run_calibration(config: Config, out: Path, command: str) -> None:
@@ -79,8 +80,11 @@ def calibrate(config: Config, world: World, shape: ModelShape, command: str, row
 
 
 def probe_links(world: World) -> tuple[tuple[int, int, float, float], ...]:
-    """(rank, rank, alpha_s, bytes_per_s) of every pair, measured now; the same on every rank."""
-    links = _links(world)
+    """(rank, rank, alpha_s, bytes_per_s) of every pair, measured now with few and small messages.
+
+    The same on every rank.
+    """
+    links = _links(world, PROBE_BYTES, 2)
     everyone = world.gather_facts(links)
     return tuple(
         (rank, peer, link.alpha_s, link.bytes_per_s)
@@ -179,7 +183,7 @@ def _packed_bytes_per_s(world: World, shape: ModelShape, rows: int) -> float:
     return 2.0 * chosen.numel() * 2 * shape.width * 4.0 / seconds
 
 
-def _links(world: World) -> dict[int, Link]:
+def _links(world: World, sizes: Sequence[int] = MESSAGE_BYTES, repeats: int = REPEATS) -> dict[int, Link]:
     """alpha and beta to each later rank, from messages of several sizes that go there and back."""
     links: dict[int, Link] = {}
     for a in range(world.size):
@@ -187,13 +191,13 @@ def _links(world: World) -> dict[int, Link]:
             world.barrier()
             if world.rank in (a, b):
                 peer = b if world.rank == a else a
-                times = [_round_trip(world, peer, size, first=world.rank == a) / 2 for size in MESSAGE_BYTES]
-                slope, base = np.polyfit(MESSAGE_BYTES, times, 1)
-                links[peer] = Link(max(float(base), 1e-6), 1.0 / max(float(slope), 1e-12))
+                times = [_round_trip(world, peer, size, repeats, first=world.rank == a) / 2 for size in sizes]
+                alpha = max(times[0], 1e-6)
+                links[peer] = Link(alpha, sizes[-1] / max(times[-1] - alpha, 0.02 * times[-1]))
     return links
 
 
-def _round_trip(world: World, peer: int, size: int, *, first: bool) -> float:
+def _round_trip(world: World, peer: int, size: int, repeats: int, *, first: bool) -> float:
     """Seconds for a message of `size` bytes to go to the peer and back through the row exchange."""
     channel = Channel(world, PhaseTimer())
     x = torch.zeros(1, 1, 1, size // 4, device=world.device)
@@ -206,13 +210,13 @@ def _round_trip(world: World, peer: int, size: int, *, first: bool) -> float:
         flight.wait_gather()
 
     times = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         for route in (out, back) if first else (back, out):
             pass_on(route)
         channel.drain()
         times.append(time.perf_counter() - start)
-    return median(times[1:])
+    return min(times[1:])  # what else runs on the machine only adds
 
 
 def _stream_bytes_per_s() -> float:

@@ -114,6 +114,28 @@ class _Promise:
     windows: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Considered:
+    """What was believed when a search found nothing worth a switch; the like of it needs no second search."""
+
+    step: int
+    triggers: tuple[str, ...]
+    believed: Topology
+    plan_fingerprint: str
+    step_s: float
+
+    def like(self, controller: Controller, triggers: tuple[str, ...], window: Window) -> bool:
+        if "review" in triggers or set(triggers) - set(self.triggers):
+            return False
+        if controller.plan.fingerprint != self.plan_fingerprint:
+            return False
+        pairs = [(window.step_s, self.step_s)]
+        now, then = controller.believed, self.believed
+        pairs += [(a.row_flops_per_s, b.row_flops_per_s) for a, b in zip(now.devices, then.devices, strict=True)]
+        pairs += list(zip(now.slowness.flat, then.slowness.flat, strict=True))
+        return all(abs(a / b - 1.0) < 0.15 for a, b in pairs)
+
+
 Search = Callable[..., Found]
 
 
@@ -158,7 +180,9 @@ class Controller:
 
     def wants_links(self, window: Window) -> bool:
         """Whether the links should be probed before `observe` is called with this window."""
-        return not self.stopped and "exchange hotspot" in self._triggers(window, self._slowness(window))
+        triggers = self._triggers(window, self._slowness(window))
+        known = self._considered is not None and self._considered.like(self, triggers, window)
+        return not self.stopped and not known and "exchange hotspot" in triggers
 
     def observe(self, window: Window, steps_left: int) -> Decision:
         """Take in a window and decide. A `switch` or `return` is taken as done: the next window is of the new plan."""
@@ -188,7 +212,12 @@ class Controller:
         if not triggers:
             self._held, self._lost_s = 0, 0.0
             return self._stay(window, triggers, "no trigger", steps_left, slowness)
+        if self._considered is not None and self._considered.like(self, triggers, window):
+            rule = f"as after step {self._considered.step}, when nothing was worth a switch"
+            return self._stay(window, triggers, rule, steps_left, slowness)
         return self._consider(window, triggers, steps_left, slowness)
+
+    _considered: _Considered | None = None
 
     def switched(self, cost_s: float) -> None:
         """Tell what the last switch took, in seconds."""
@@ -332,6 +361,10 @@ class Controller:
             ]
         for holds, text in clauses:
             if not holds:
+                if gain <= 0 or gain / now < rules.delta:  # time alone changes nothing about that
+                    self._considered = _Considered(
+                        window.last_step, triggers, self.believed, self.plan.fingerprint, window.step_s
+                    )
                 self._held = 0 if gain <= 0 or gain / now < rules.delta else self._held
                 return self._stay(window, triggers, text, steps_left, slowness, candidates=options, gain=gain)
         self._held += 1

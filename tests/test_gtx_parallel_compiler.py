@@ -352,7 +352,7 @@ def prefetched(world: World, case: Case, steps: int) -> list[bool]:
     run = rig(world, case.graph, case.plan, case.settings)
     direct = [describe(run.compiler.compile(run.batches.step(step)), case.graph) for step in range(steps)]
     evaluated = describe(run.compiler.compile(run.batches.evaluation(0)), case.graph)
-    prefetcher = Prefetcher(run.compiler, run.batches, steps)
+    prefetcher = Prefetcher(run.compiler, run.batches)
     same = []
     kept = []
     for step in range(steps):
