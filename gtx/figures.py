@@ -170,7 +170,7 @@ def predictions(words: Words, points: Mapping[str, Sequence[tuple[float, float]]
         figure = _figure(3.6)
         axes = figure.add_subplot()
         every = [1e3 * value for pairs in points.values() for pair in pairs for value in pair]
-        ends = (min(every) / 1.3, max(every) * 1.3)
+        ends = (min(every) / 1.2, max(every) * 1.2)
         axes.plot(ends, ends, color=_INK, alpha=0.4, linewidth=1)
         handles = []
         for index, (kind, pairs) in enumerate(points.items()):
@@ -183,13 +183,12 @@ def predictions(words: Words, points: Mapping[str, Sequence[tuple[float, float]]
                 color=_RANK_COLOURS[index],
                 label=kind,
             )
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", anchor="W")
+        if ends[1] > 10 * ends[0]:
+            axes.set(xscale="log", yscale="log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_major_formatter("{x:g}")
+        axes.set(xlim=ends, ylim=ends, aspect="equal", anchor="W")
         axes.set(xlabel="predicted milliseconds", ylabel="measured milliseconds")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
-            axis.set_tick_params(which="minor", labelsize=7)
-        axes.grid(which="both", alpha=0.15)
         _legend(figure, handles)
         return _svg(figure, words)
 

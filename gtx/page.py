@@ -192,8 +192,10 @@ def _plans(run: Run) -> str:
         for index, change in enumerate(changes)
     ]
     columns = ("change", "plan*", "from step", "to step", "trigger and rule*", "switch", "rows sent")
-    note = "Marks are decisions; those with a number led to the change of that number." if marks else ""
-    return drawn(svg, f"{said}. {note}".strip()) + table("Plans that ran", columns, rows)
+    note = "Marks are decisions" if marks else ""
+    if any(mark.number is not None for mark in marks):
+        note += "; those with a number led to the change of that number"
+    return drawn(svg, f"{said}. {note}." if note else f"{said}.") + table("Plans that ran", columns, rows)
 
 
 def _predicted(run: Run) -> str:
