@@ -1,7 +1,7 @@
 """Runs every combination of setting, world size and seed, and puts them side by side as a frame, a table and plots.
 
-Not here: what a run measures (`monitor/`, `report.py`), how plans are searched (`adapt.py`), options (`launch.py`).
-The only file that starts processes: ranks of its own, with the environment that a launcher would give them.
+Not here: what a run measures (`monitor/`, `report.py`), how plans are searched (`adapt.py`), how ranks are started
+(`processes.py`), options (`launch.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ import math
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from gtx.config import Config, PlanConfig, SchedulerConfig, load_config
+from gtx.processes import cores_to_pin_to, run_ranks
 from gtx.report import REPORT_NAME, load_report
 
 SEARCHED = ("auto", "adaptive")
@@ -33,8 +30,6 @@ SCHEDULERS: tuple[str, ...] = get_args(SchedulerConfig.model_fields["setting"].a
 TERMS: tuple[str, ...] = get_args(get_args(SchedulerConfig.model_fields["without"].annotation)[0])
 LOSS_TOLERANCE = 1e-4  # relative
 
-_GRACE_S = 5.0  # for the other ranks to end by themselves, once one has failed
-_POLL_S = 0.05
 _MIB = 2**20
 
 Say = Callable[[str], None]
@@ -189,7 +184,8 @@ def run_ablation(
     settings = make_settings(modes, schedulers, without_terms, no_hysteresis)
     todo = combine(config_file, overrides, settings, make_worlds(worlds), repeats)
     out = out or Path("runs") / f"{todo[0].config.name}-ablation"
-    cores = _cores_to_pin_to(todo[0].config)
+    cores = cores_to_pin_to(todo[0].config.engine.device)
+    threads = max(1, todo[0].config.engine.threads)
     rows = []
     for number, combination in enumerate(todo, 1):
         folder = out / "runs" / combination.name
@@ -198,7 +194,8 @@ def run_ablation(
             shutil.rmtree(folder, ignore_errors=True)
             command = [sys.executable, str(script), "train", str(config_file), *combination.overrides]
             try:
-                error = run_ranks([*command, "--run-dir", str(folder)], combination, folder, cores)
+                command += ["--run-dir", str(folder)]
+                error = run_ranks(command, combination.world_size, folder, cores, threads)
             except KeyboardInterrupt:
                 say(f"interrupted in {combination.name}; the same command goes on from there")
                 return 128 + signal.SIGINT
@@ -227,107 +224,6 @@ def has_run(combination: Combination, folder: Path) -> bool:
         return False
     same = (run["config_hash"], run["world_size"]) == (combination.config.hash, combination.world_size)
     return same and (folder / "records.jsonl").exists()
-
-
-# The ranks ------------------------------------------------------------------------------------------------------------
-
-
-def run_ranks(
-    command: Sequence[str], combination: Combination, folder: Path, cores: Sequence[int] | None
-) -> str | None:
-    """Run a command as every rank, with `rank-<r>.out` and `.err` in the folder; what went wrong, or None.
-
-    cores: each rank is pinned to as many as it has threads, in turn; None: to none. No rank outlives the call.
-    """
-    size, threads = combination.world_size, max(1, combination.config.engine.threads)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    folder.mkdir(parents=True)
-    ranks: list[subprocess.Popen[bytes]] = []
-    with ExitStack() as stack:
-        stack.enter_context(_signals_interrupt())
-        stack.callback(_end, ranks)
-        for rank in range(size):
-            env = os.environ | {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            out = stack.enter_context(open(folder / f"rank-{rank}.out", "wb"))
-            err = stack.enter_context(open(folder / f"rank-{rank}.err", "wb"))
-            own = {cores[(rank * threads + i) % len(cores)] for i in range(threads)} if cores else None
-            with _pinned(own):
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,  # a process group each: what a rank starts ends with it
-                    )
-                )
-        failed = _wait(ranks)
-    if failed is None:
-        return None
-    status = ranks[failed].returncode
-    if status < 0:
-        return f"rank {failed} was ended by {signal.Signals(-status).name}"
-    lines = (folder / f"rank-{failed}.err").read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line.strip() for line in lines if line.strip()]
-    if status == 2:  # the user can mend it: one line says what, remedies may follow
-        said = [line for line in said if line.startswith("gtx: ")] or said
-    return said[-1] if said else f"rank {failed} ended with status {status} and said nothing"
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait for all ranks; the first one that failed, after a grace for the others, or None."""
-    failed: int | None = None
-    deadline_s = math.inf
-    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)
-        if failed is None:
-            failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
-            deadline_s = math.inf if failed is None else time.monotonic() + _GRACE_S
-    return failed if failed is not None else next((rank for rank, process in enumerate(ranks) if process.poll()), None)
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in ranks:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP act as Ctrl-C does, so that no rank is left behind."""
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.default_int_handler) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _pinned(cores: set[int] | None) -> Iterator[None]:
-    """Processes started within inherit these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores or before)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def _cores_to_pin_to(config: Config) -> list[int] | None:
-    """The cores of this process; None where ranks compute on GPUs."""
-    if config.engine.device != "cpu":
-        import torch
-
-        if torch.cuda.is_available():
-            return None
-    return sorted(os.sched_getaffinity(0))
 
 
 # The frame ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gtx.batches import BatchPlanner
@@ -24,7 +25,8 @@ from monitor import StepRecord, Window, reduce_window
 from scheduler.controller import Controller, Rules
 from scheduler.cost import Engine, Estimate, estimate
 from scheduler.plan import CHECKPOINTING, Plan, from_dict
-from scheduler.search import Found, Limits, explain_nothing_fits, family_of, greedy_family, remedies, search
+from scheduler.remedies import explain_nothing_fits, remedies
+from scheduler.search import Found, Limits, family_of, greedy_family, search
 from scheduler.topology import Topology, topology_from_json
 from scheduler.workload import ModelShape, Workload
 
@@ -114,8 +116,7 @@ class Scheduled(Pilot):
         self._steps: list[Sequence[StepRecord]] = []
         self._window_before: Window | None = None
         self._fresh = True  # the first step under a plan pays for compiling and allocations
-        if not self._probing:
-            self._settle()
+        self._compile_s = 1.0  # of the first step
         self.spent_s["start"] = time.perf_counter() - began
 
     # The start --------------------------------------------------------------------------------------------------------
@@ -128,35 +129,33 @@ class Scheduled(Pilot):
         """The plans to try, the most promising first."""
         settings = self.config.scheduler
         best = found.plan
-        rated = [
-            (candidate.estimate.step_s, i, candidate.plan)
-            for i, candidate in enumerate(found.candidates)
-            if candidate.plan is not None and candidate.estimate is not None and candidate.estimate.fits
-        ]
-        plans = [plan for _, _, plan in sorted(rated, key=lambda entry: entry[:2])]
+        rated = sorted(
+            (
+                (candidate.estimate.step_s, i, candidate.plan)
+                for i, candidate in enumerate(found.candidates)
+                if candidate.plan is not None and candidate.estimate is not None and candidate.estimate.fits
+            ),
+            key=lambda entry: entry[:2],
+        )
         if settings.setting == "greedy" or settings.probe_steps == 0 or not self._long_enough(num_steps):
             return [best]
         if settings.setting == "oracle":
-            return plans
-        near = [plan for seconds, _, plan in sorted(rated, key=lambda e: e[:2]) if seconds <= 2.0 * rated_best(rated)]
-        return near[: settings.probe_plans]
+            return [plan for _, _, plan in rated]
+        return [plan for seconds, _, plan in rated if seconds <= 2.0 * rated[0][0]][: settings.probe_plans]
 
-    def _settle(self) -> None:
-        """The plan is chosen: from now on watch it, or leave it alone."""
-        self._probing = False
-        if self._mind is None or self.config.plan.mode != "adaptive":
-            return
-        mind = self._mind
+    def _watch(self, mind: _Thoughts) -> Controller:
+        """The controller of the plan that was chosen; a switch is priced at what the start and the probes took."""
         limits = self.limits
         if not self.config.scheduler.modes:
             limits = replace(limits, allow=tuple(dict.fromkeys(place.mode for place in self.plan.partitions)))
-        mind.controller = Controller(
+        return Controller(
             rules_of(self.config),
             mind.workload,
             mind.fitted.topology if mind.fitted else mind.topology,
             self.plan,
             self.engine,
             limits,
+            switch_cost_s=median([self._compile_s, *(switch["seconds"] for switch in mind.switches)]),
             without=self.config.scheduler.without,
         )
 
@@ -167,6 +166,8 @@ class Scheduled(Pilot):
             return None
         if self._fresh:
             self._fresh = False
+            if step == 0:
+                self._compile_s = max(record.phases.get("compiling", 0.0) for record in records)
             return None
         self._steps.append(records)
         wanted = self.config.scheduler.probe_steps if self._probing else self.config.scheduler.window
@@ -200,10 +201,8 @@ class Scheduled(Pilot):
         if answer["try"]:
             self._queue, self._extra = [plan], False
             return plan
-        before, self.plan = self.plan, plan
-        self._settle()
-        self.say(f"plan {plan.fingerprint} ({answer['family']}) chosen: {answer['why']}")
-        self.plan = before
+        self._probing = False
+        self.say(f"plan {plan.fingerprint} ({family_of(plan)}) chosen: {answer['why']}")
         return plan
 
     def _choose(self, mind: _Thoughts) -> dict[str, Any]:
@@ -217,16 +216,19 @@ class Scheduled(Pilot):
             expected = estimate(again, mind.workload, mind.fitted.topology, self.engine).step_s
             known = estimate(best.plan, mind.workload, mind.fitted.topology, self.engine).step_s
             if again not in tried and expected < 0.95 * known:
-                return {"plan": again.as_dict(), "try": True, "family": "", "why": ""}
+                return {"plan": again.as_dict(), "try": True, "why": ""}
         times = ", ".join(f"{family_of(o.plan)} {o.step_s * 1e3:.1f}" for o in mind.observations)
         why = f"fastest of {len(mind.observations)} tried (ms a step: {times})"
-        return {"plan": best.plan.as_dict(), "try": False, "family": family_of(best.plan), "why": why}
+        return {"plan": best.plan.as_dict(), "try": False, "why": why}
 
     def _after_window(self, steps: Sequence[Sequence[StepRecord]], steps_left: int) -> Plan | None:
         window = reduce_window(steps, self._window_before)
         self._window_before = window
         mind = self._mind
-        wants = None if mind is None else mind.controller is not None and mind.controller.wants_links(window)
+        wants = None
+        if mind is not None:
+            mind.controller = mind.controller or self._watch(mind)
+            wants = mind.controller.wants_links(window)
         if self.world.gather_facts(wants)[0]:
             window = replace(window, links=probe_links(self.world))
         answer: dict[str, Any] | None = None
@@ -288,10 +290,6 @@ class Scheduled(Pilot):
         base["switches"] = mind.switches
         base["regret"] = regret(mind)
         return base
-
-
-def rated_best(rated: Sequence[tuple[float, int, Plan]]) -> float:
-    return min(entry[0] for entry in rated)
 
 
 def regret(mind: _Thoughts) -> dict[str, Any] | None:
@@ -372,8 +370,7 @@ def find_plan(config: Config, workload: Workload, topology: Topology, engine: En
     else:
         found = search(workload, topology, engine, limits, without=without)
     if found.chosen is None:
-        found = replace(found, remedies=remedies(workload, topology, engine, limits))
-        raise ValueError(explain_nothing_fits(found))
+        raise ValueError(explain_nothing_fits(found, remedies(workload, topology, engine, limits, found)))
     return found
 
 

@@ -62,8 +62,8 @@ def calibrate(config: Config, world: World, shape: ModelShape, command: str, row
 
     rows: of the made-up graph that is timed; near those of a rank, since caches matter.
     """
-    device = _device(config, world, shape, max(min(rows, 1 << 15), 1 << 11))
-    links = _links(world)
+    links, message_s = _links(world)
+    device = _device(config, world, shape, max(min(rows, 1 << 15), 1 << 11), message_s)
     everyone = world.gather_facts((device, socket.gethostname(), links, _stream_bytes_per_s()))
     hosts = list(dict.fromkeys(host for _, host, _, _ in everyone))
     devices = tuple(replace(found, host=hosts.index(host)) for found, host, _, _ in everyone)
@@ -84,7 +84,7 @@ def probe_links(world: World) -> tuple[tuple[int, int, float, float], ...]:
 
     The same on every rank.
     """
-    links = _links(world, PROBE_BYTES, 2)
+    links, _ = _links(world, PROBE_BYTES, 2)
     everyone = world.gather_facts(links)
     return tuple(
         (rank, peer, link.alpha_s, link.bytes_per_s)
@@ -106,7 +106,7 @@ def _kind(everyone: list[Any], same_host: bool) -> Link | None:
     return Link(median(link.alpha_s for link in found), median(link.bytes_per_s for link in found))
 
 
-def _device(config: Config, world: World, shape: ModelShape, rows: int) -> Device:
+def _device(config: Config, world: World, shape: ModelShape, rows: int, message_s: float) -> Device:
     """This rank's rates: the config's own model on made-up graphs of no rows, rows without edges, and with edges."""
     layers = range(shape.layers)
     tiny = _phases(config, world, shape, 8, 0)
@@ -127,7 +127,7 @@ def _device(config: Config, world: World, shape: ModelShape, rows: int) -> Devic
         row_bytes_per_s=traffic / max(row_s - flops / product, 0.2 * row_s),
         edge_bytes_per_s=(per_edge * rows * DEGREE + per_row * rows) / edge_s if per_edge else FREE,
         packed_bytes_per_s=_packed_bytes_per_s(world, shape, rows),
-        message_s=1e-4,
+        message_s=message_s,
         visit_s=sum(tiny.values()) / shape.layers,
         row_backward=min(max(spent("backward", plain, tiny) / row_s, 1.0), 4.0),
         edge_backward=min(max(spent("backward", edged, plain) / edge_s, 1.0), 5.0),
@@ -183,40 +183,43 @@ def _packed_bytes_per_s(world: World, shape: ModelShape, rows: int) -> float:
     return 2.0 * chosen.numel() * 2 * shape.width * 4.0 / seconds
 
 
-def _links(world: World, sizes: Sequence[int] = MESSAGE_BYTES, repeats: int = REPEATS) -> dict[int, Link]:
-    """alpha and beta to each later rank, from messages of several sizes that go there and back."""
+def _links(world: World, sizes: Sequence[int] = MESSAGE_BYTES, repeats: int = REPEATS) -> tuple[dict[int, Link], float]:
+    """alpha and beta to each later rank, from messages of several sizes that go there and back.
+
+    And the seconds that this rank is busy with posting one message of the smallest size; 0 without peers.
+    """
     links: dict[int, Link] = {}
+    busy = []
     for a in range(world.size):
         for b in range(a + 1, world.size):
             world.barrier()
             if world.rank in (a, b):
                 peer = b if world.rank == a else a
-                times = [_round_trip(world, peer, size, repeats, first=world.rank == a) / 2 for size in sizes]
-                alpha = max(times[0], 1e-6)
-                links[peer] = Link(alpha, sizes[-1] / max(times[-1] - alpha, 0.02 * times[-1]))
-    return links
+                times = [_round_trip(world, peer, size, repeats, first=world.rank == a) for size in sizes]
+                alpha, largest = max(times[0][0] / 2, 1e-6), times[-1][0] / 2
+                links[peer] = Link(alpha, sizes[-1] / max(largest - alpha, 0.02 * largest))
+                busy.append(times[0][1])
+    return links, median(busy) if busy else 0.0
 
 
-def _round_trip(world: World, peer: int, size: int, repeats: int, *, first: bool) -> float:
-    """Seconds for a message of `size` bytes to go to the peer and back through the row exchange."""
+def _round_trip(world: World, peer: int, size: int, repeats: int, *, first: bool) -> tuple[float, float]:
+    """Seconds for a message of `size` bytes to go to the peer and back through the row exchange, and to post it."""
     channel = Channel(world, PhaseTimer())
     x = torch.zeros(1, 1, 1, size // 4, device=world.device)
     out = Route("move", world.rank, 1, (Block(peer, 1, None, None),), (Slot(None, ()),))
     back = Route("move", world.rank, 0, (), (Slot(None, ((peer, 1),)),))
-
-    def pass_on(route: Route) -> None:
-        flight = Flight(channel, route, "calibration", x, (1, 1, size // 4))
-        flight.post_gather(x)
-        flight.wait_gather()
-
-    times = []
+    times, posting = [], []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         for route in (out, back) if first else (back, out):
-            pass_on(route)
+            flight = Flight(channel, route, "calibration", x, (1, 1, size // 4))
+            begin = time.perf_counter()
+            flight.post_gather(x)
+            posting.append(time.perf_counter() - begin)
+            flight.wait_gather()
         channel.drain()
         times.append(time.perf_counter() - start)
-    return min(times[1:])  # what else runs on the machine only adds
+    return min(times[1:]), median(posting[2:])  # the least: what else runs on the machine only adds
 
 
 def _stream_bytes_per_s() -> float:

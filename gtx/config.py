@@ -16,6 +16,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from scheduler.controller import Rules
+
+_RULES = Rules()
+
 # Strict: neither `true` nor `"4"` is a number.
 Positive = Annotated[int, Field(ge=1, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -153,7 +157,8 @@ class SchedulerConfig(_Section):
         (the best plan of every family is run and the fastest kept).
     probe_steps: steps under each of the best `probe_plans` plans at the start, ordinary training steps, from which
         rates are fitted and the fastest is kept; 0 trusts the prediction. without: cost terms left out.
-    window: steps between decisions. The rest are the thresholds of the switch rule, see docs/scheduler.md.
+    window: steps between decisions. modes: whether a switch may change modes. The rest are the thresholds of the switch
+        rule, as `scheduler.controller.Rules` describes them.
     """
 
     setting: Literal["cost_model", "greedy", "oracle"] = "cost_model"
@@ -161,21 +166,21 @@ class SchedulerConfig(_Section):
     probe_plans: Positive = 3
     without: tuple[Literal["rowwise", "edgewise", "visits", "exchange", "reduction", "optimizer"], ...] = ()
     window: Annotated[int, Field(ge=2, strict=True)] = 10
-    delta: Probability = 0.07
-    kappa: NonNegativeNumber = 1.5
-    z: NonNegativeNumber = 1.0
-    hold: Positive = 2
-    cooldown: NonNegative = 20
-    hotspot: PositiveNumber = 2.0
-    straggler: PositiveNumber = 1.3
-    exchange: PositiveNumber = 0.25
-    memory: PositiveNumber = 0.9
-    drift: PositiveNumber = 0.2
-    review: Positive = 20
-    snap: PositiveNumber = 1.2
-    max_failures: Positive = 3
-    hysteresis: bool = True
-    modes: bool = True  # whether a switch may change modes, for ablations
+    delta: Probability = _RULES.delta
+    kappa: NonNegativeNumber = _RULES.kappa
+    z: NonNegativeNumber = _RULES.z
+    hold: Positive = _RULES.hold
+    cooldown: NonNegative = _RULES.cooldown
+    hotspot: PositiveNumber = _RULES.hotspot
+    straggler: PositiveNumber = _RULES.straggler
+    exchange: PositiveNumber = _RULES.exchange
+    memory: PositiveNumber = _RULES.memory
+    drift: PositiveNumber = _RULES.drift
+    review: Positive = _RULES.review
+    snap: PositiveNumber = _RULES.snap
+    max_failures: Positive = _RULES.max_failures
+    hysteresis: bool = _RULES.hysteresis
+    modes: bool = True
 
 
 class EngineConfig(_Section):
@@ -269,6 +274,12 @@ class Config(_Section):
                 f"batch.micro_batches {self.batch.micro_batches} times batch.accumulation {self.batch.accumulation} "
                 "has no effect with batch.kind full, which is one micro-batch; use cluster or neighbor"
             )
+        for part in self.plan.pin:
+            if part >= self.partition.parts:
+                raise ValueError(
+                    f"plan.pin names partition {part}, partition.parts is {self.partition.parts} (0 to "
+                    f"{self.partition.parts - 1}); pin one of these"
+                )
         if self.batch.kind == "cluster" and self.batch.parts > self.partition.parts:
             raise ValueError(
                 f"batch.parts {self.batch.parts} exceeds partition.parts {self.partition.parts}; lower the first"

@@ -23,7 +23,7 @@ from scheduler.topology import Device, Topology
 from scheduler.workload import Workload
 
 FACTORS = ("row_forward", "row_backward", "edge_forward", "edge_backward", "visits", "packing")
-PRIOR_WEIGHT = 0.1  # of each prior, in rows
+PRIOR_WEIGHT = 0.01  # of each prior, in rows: enough to settle what the rows leave open
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Observation:
 class Fit:
     """Fitted rates. factors: what each term of the prior was multiplied by. condition: of the rows without the prior.
 
-    errors: relative error of the predicted step on each observation that was fitted.
+    errors: relative error of the predicted step on each observation that was fitted. held_out: on each when the rates
+    were fitted to the others; none with one observation.
     """
 
     topology: Topology
@@ -49,6 +50,7 @@ class Fit:
     condition: float
     rows: int
     errors: tuple[float, ...]
+    held_out: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -56,6 +58,8 @@ class Fit:
             "condition": self.condition if np.isfinite(self.condition) else None,
             "rows": self.rows,
             "fitted_error_median": median(self.errors) if self.errors else None,
+            "held_out_error_median": median(self.held_out) if self.held_out else None,
+            "held_out_error_max": max(self.held_out) if self.held_out else None,
         }
 
 
@@ -63,11 +67,9 @@ def observe(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Observation:
     """Medians over steps of the records of all ranks."""
     ranks = range(len(steps[0]))
     names = {name for records in steps for record in records for name in record.phases}
-    left_out = ("compiling", "sampling", "evaluate")
-    work = [max(r.wall_s - sum(r.phases.get(name, 0.0) for name in left_out) for r in records) for records in steps]
     return Observation(
         plan,
-        median(work),
+        median(max(record.work_s for record in records) for records in steps),
         tuple({n: median(records[r].phases.get(n, 0.0) for records in steps) for n in sorted(names)} for r in ranks),
         tuple(median(records[r].wait_s for records in steps) for r in ranks),
         tuple(max(records[r].peak_memory_bytes for records in steps) for r in ranks),
@@ -81,6 +83,17 @@ def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[O
     """
     if not seen:
         raise ValueError("a fit needs at least one observation")
+    made = _fit(workload, topology, engine, seen)
+    if len(seen) == 1:
+        return made
+    held_out = []
+    for i, observation in enumerate(seen):
+        others = _fit(workload, topology, engine, [*seen[:i], *seen[i + 1 :]])
+        held_out.append(_error(observation, workload, others.topology, engine))
+    return replace(made, held_out=tuple(held_out))
+
+
+def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Fit:
     rows: list[list[float]] = []
     for observation in seen:
         placed = place(observation.plan, workload)
@@ -97,10 +110,12 @@ def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[O
     scaled = replace(scaled, step_s=_rest(workload, scaled, engine, seen))
     used = table[:, (table > 0).any(axis=0)]
     condition = float(np.linalg.cond(used)) if used.size else float("inf")
-    errors = tuple(
-        abs(estimate(o.plan, workload, scaled, engine).step_s / o.step_s - 1.0) for o in seen if o.step_s > 0
-    )
+    errors = tuple(_error(observation, workload, scaled, engine) for observation in seen)
     return Fit(scaled, factors, condition, len(table), errors)
+
+
+def _error(seen: Observation, workload: Workload, topology: Topology, engine: Engine) -> float:
+    return abs(estimate(seen.plan, workload, topology, engine).step_s / seen.step_s - 1.0)
 
 
 def _rows(terms: dict[str, float], phases: dict[str, float], seen: Observation, rank: int) -> list[list[float]]:

@@ -85,8 +85,9 @@ def folded(summary: str, body: str) -> str:
 
 def drawn(svg: str, caption: str) -> str:
     """A figure and what it says."""
+    label = "A figure; it scrolls sideways on small screens"
     return (
-        f'<figure><div class="scroll" role="region" tabindex="0" aria-label="A figure; it scrolls sideways on small screens">{svg}</div>'  # noqa: E501
+        f'<figure><div class="scroll" role="region" tabindex="0" aria-label="{label}">{svg}</div>'
         f"<figcaption>{html.escape(caption)}</figcaption></figure>"
     )
 

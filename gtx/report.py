@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gtx.words import bytes_text, figure_text, value_text
 from monitor.records import EXCHANGE_KINDS, PHASES, StepRecord, json_number
 
 SCHEMA_VERSION = 2
@@ -274,14 +275,12 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     lines.append(f"edges attended    {100 * report['share_of_edges_attended']:.2f} % of the graph's")
     lines.append(f"exactness         {report['exactness']['class']}: {report['exactness']['reason']}")
     if report["losses"]:
-        lines.append(
-            f"loss              {_figure(report['losses'][0])} at first, {_figure(report['losses'][-1])} at last, "
-            f"{len(report['losses'])} steps"
-        )
+        first, last = figure_text(report["losses"][0]), figure_text(report["losses"][-1])
+        lines.append(f"loss              {first} at first, {last} at last, {len(report['losses'])} steps")
     if best is not None:
         lines.append(
-            f"best {report['metric']:<12} validation {_figure(best['val_score'])} at step {best['step']}, "
-            f"test {_figure(best['test_score'])} there ({len(report['evaluations'])} evaluations)"
+            f"best {report['metric']:<12} validation {figure_text(best['val_score'])} at step {best['step']}, "
+            f"test {figure_text(best['test_score'])} there ({len(report['evaluations'])} evaluations)"
         )
     console.print(Text("\n".join(lines)))
 
@@ -297,7 +296,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 def _facts_table(title: str, facts: Mapping[str, Any]) -> Table:
     """Names and values, two pairs a line."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    pairs = [(str(name), _value(value)) for name, value in facts.items()]
+    pairs = [(str(name), value_text(value)) for name, value in facts.items()]
     for _ in range(2):
         table.add_column(overflow="fold")
         table.add_column(overflow="fold", max_width=30)
@@ -318,7 +317,7 @@ def _run_table(report: Mapping[str, Any]) -> Table:
         "engine": f"{run['engine']}{zero}, {run['precision']}, collectives {run['collectives']}",
         "seed, config": f"{run['seed']}, {run['config_hash']}",
         "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version),
-        "model": ", ".join(f"{name} {_value(value)}" for name, value in report["model"].items()),
+        "model": ", ".join(f"{name} {value_text(value)}" for name, value in report["model"].items()),
         "plan": f"{plan['mode']}, {plan['num_waves']} wave(s) in {plan['num_rounds']} round(s), "
         f"checkpointing {plan['checkpointing']}, fingerprint {plan['fingerprint']}",
     }
@@ -330,7 +329,7 @@ def _run_table(report: Mapping[str, Any]) -> Table:
 def _devices_table(report: Mapping[str, Any]) -> Table:
     table = _table("devices", "rank", "kind", "name", "host", "memory", left=4)
     for device in report["devices"][:_MAX_ROWS]:
-        memory = "unknown" if device["memory_bytes"] is None else _bytes(device["memory_bytes"])
+        memory = "unknown" if device["memory_bytes"] is None else bytes_text(device["memory_bytes"])
         table.add_row(*(Text(str(device[key])) for key in ("rank", "kind", "name", "host")), memory)
     _note_rest(table, len(report["devices"]))
     return table
@@ -396,8 +395,8 @@ def _exchanges_table(measured: Mapping[str, Any]) -> Table:
             str(entry["rank"]),
             kind,
             f"{passed['messages'] / num_steps:.1f}",
-            _bytes(passed["sent_bytes"] / num_steps),
-            _bytes(passed["received_bytes"] / num_steps),
+            bytes_text(passed["sent_bytes"] / num_steps),
+            bytes_text(passed["received_bytes"] / num_steps),
             f"{1e3 * passed['seconds'] / num_steps:.2f}",
             f"{1e3 * passed['wait_s'] / num_steps:.2f}",
         )
@@ -413,7 +412,7 @@ def _ranks_table(measured: Mapping[str, Any]) -> Table:
             str(entry["rank"]),
             f"{entry['rows_computed'] / entry['num_steps']:,.0f}",
             f"{entry['edges_computed'] / entry['num_steps']:,.0f}",
-            _bytes(entry["peak_memory_bytes"]),
+            bytes_text(entry["peak_memory_bytes"]),
             entry["memory_source"],
         )
     _note_rest(table, len(measured["ranks"]))
@@ -423,31 +422,6 @@ def _ranks_table(measured: Mapping[str, Any]) -> Table:
 def _note_rest(table: Table, num_rows: int) -> None:
     if num_rows > _MAX_ROWS:
         table.caption = f"{num_rows - _MAX_ROWS} more in {REPORT_NAME}"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return " ".join(map(_value, value))
-    return str(value)
-
-
-def _figure(value: float | str | None) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else str(value)
-
-
-def _bytes(size: float) -> str:
-    """A size with its unit, three digits or all of them below a KiB: `512 B`, `1.50 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.3g} {unit}" if unit != "B" and size < 1000 else f"{size:.0f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
 
 
 def print_run(folder: Path) -> None:

@@ -239,12 +239,12 @@ class Run:
         self.evaluations: list[dict[str, Any]] = []
         self.seconds = 0.0  # of all steps, evaluation and switches with them
         self._edges = np.zeros(2)  # attended and whole
-        self._num_steps = 0
         self._adopt(0)
 
     def _adopt(self, step: int) -> None:
-        """Compile for the pilot's plan from now on; what was compiled ahead for another is dropped."""
+        """Compile for the pilot's plan from `step` on; what was compiled ahead for another is dropped."""
         self.plan = self.pilot.plan
+        self._traced = step + 2  # a step whose spans are kept, once caches are warm
         compiler = Compiler(self.graph, self.plan, self.world, self.config.model.heads, self.homes)
         self.prefetcher = Prefetcher(compiler, self.batches)
         self._evaluation: CompiledBatch | None = None
@@ -267,7 +267,7 @@ class Run:
         for step in range(num_steps):
             reset_peak_memory(device)
             cpu = time.process_time()
-            self.timer.start_step(trace=switched_s is None and step == self._traced)
+            self.timer.start_step(trace=step == self._traced)
             with self.timer.phase("compiling"):
                 batch, compiled = self.prefetcher.step(step, last=step == num_steps - 1)
             result = self.executor.train_step(compiled, self.plan, step, fixed=batch.fixed)
@@ -287,11 +287,8 @@ class Run:
                 self.prefetcher.close()
                 self._adopt(step + 1)
                 switched_s = time.perf_counter() - begin
-                self._traced = step + 3
         self.seconds = time.perf_counter() - began
         self._edges = self.world.sum_facts(torch.from_numpy(self._edges)).numpy()
-
-    _traced = 2  # a step whose spans are kept, once caches are warm; anew after a switch
 
     def _evaluate(self, step: int) -> dict[str, float | None]:
         """Scores of the splits over the full neighbourhoods; only rank 0 computes them."""

@@ -162,6 +162,11 @@ class StepRecord:
         return math.fsum(exchange.wait_s for exchange in self.exchanges)
 
     @property
+    def work_s(self) -> float:
+        """Wall time less what a plan does not cost: evaluation, and waiting for a batch that was compiled ahead."""
+        return self.wall_s - math.fsum(self.phases.get(name, 0.0) for name in ("evaluate", "sampling", "compiling"))
+
+    @property
     def busy_s(self) -> float:
         """Wall time less waiting. Ranks of a step end together, so this and not `wall_s` tells which is slow."""
         return self.wall_s - self.wait_s

@@ -14,8 +14,6 @@ from typing import Any
 
 from monitor.records import EXCHANGE_KINDS, StepRecord
 
-NOT_WORK = ("compiling", "sampling", "evaluate")  # phases that are no part of what a step under a plan costs
-
 
 @dataclass(frozen=True)
 class RankWindow:
@@ -88,7 +86,7 @@ def reduce_window(steps: Sequence[Sequence[StepRecord]], before: Window | None =
         raise ValueError(f"a window holds steps of the plans {', '.join(sorted(plans))}; begin a new one at a switch")
     size = len(steps[0])
     ranks = tuple(_reduce_rank([records[rank] for records in steps], size) for rank in range(size))
-    longest = [max(_work_s(record) for record in records) for records in steps]
+    longest = [max(record.work_s for record in records) for records in steps]
     step_s = median(longest)
     compute = [rank.compute_s for rank in ranks]
     mean = math.fsum(compute) / size
@@ -104,10 +102,6 @@ def reduce_window(steps: Sequence[Sequence[StepRecord]], before: Window | None =
     )
 
 
-def _work_s(record: StepRecord) -> float:
-    return record.wall_s - math.fsum(record.phases.get(name, 0.0) for name in NOT_WORK)
-
-
 def _reduce_rank(records: Sequence[StepRecord], size: int) -> RankWindow:
     exchange = [math.fsum(r.phases.get(f"exchange.{kind}", 0.0) for kind in EXCHANGE_KINDS) for r in records]
     waits = [record.wait_s for record in records]
@@ -117,7 +111,7 @@ def _reduce_rank(records: Sequence[StepRecord], size: int) -> RankWindow:
     with_pairs = any(pairs)
     return RankWindow(
         rank=records[0].rank,
-        step_s=median(_work_s(record) for record in records),
+        step_s=median(record.work_s for record in records),
         compute_s=median(compute),
         exchange_s=median(max(e - w, 0.0) for e, w in zip(exchange, waits, strict=True)),
         wait_s=median(waits),

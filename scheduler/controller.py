@@ -20,16 +20,16 @@ from scheduler.search import Candidate, Found, Limits, search
 from scheduler.topology import Topology
 from scheduler.workload import Workload
 
-TRIGGERS = (
-    "first window",
-    "compute hotspot",
-    "straggler",
-    "exchange hotspot",
-    "memory pressure",
-    "drift",
-    "review",
-    "promise",
-)
+TRIGGERS = {
+    "first window": "a plan has just settled",
+    "compute hotspot": "a rank computes `hotspot` times the mean",
+    "straggler": "a rank is `straggler` times slower than the fastest, by what the model expects of each",
+    "exchange hotspot": "waiting takes the share `exchange` of a step, and half as much again as when the plan began",
+    "memory pressure": "a rank uses the share `memory` of what it may",
+    "drift": "the step has changed by the share `drift` since the plan began",
+    "review": "nothing was searched for `review` windows",
+    "promise": "a switch brought less than half of what it promised",
+}
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,20 @@ class _Promise:
     promised_s: float
     windows: list[float] = field(default_factory=list)
 
+    @property
+    def outcome_s(self) -> float:
+        return median(self.windows)
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a decision is made on."""
+
+    window: Window
+    triggers: tuple[str, ...]
+    steps_left: int
+    slowness: tuple[float, ...]
+
 
 @dataclass(frozen=True)
 class _Considered:
@@ -148,8 +162,8 @@ class Controller:
         workload: Workload,
         topology: Topology,
         plan: Plan,
-        engine: Engine = Engine(),  # noqa: B008
-        limits: Limits = Limits(),  # noqa: B008
+        engine: Engine = Engine(),
+        limits: Limits = Limits(),
         *,
         switch_cost_s: float = 1.0,
         find: Search = search,
@@ -159,12 +173,11 @@ class Controller:
         self.rules, self.workload, self.topology, self.engine, self.limits = rules, workload, topology, engine, limits
         self.plan, self.find, self.without = plan, find, tuple(without)
         self.decisions: list[Decision] = []
-        self.plans: dict[str, Plan] = {plan.fingerprint: plan}
         self.believed = topology
         self.stopped = False
         self._links: tuple[tuple[int, int, float], ...] = topology.slow_links
         self._costs = [switch_cost_s]
-        self._windows = 0
+        self._switches = 0
         self._since_search = 0
         self._held = 0
         self._lost_s = 0.0
@@ -175,6 +188,7 @@ class Controller:
         self._reference_s: float | None = None  # the step when the plan had settled
         self._wait_reference_s: float | None = None
         self._bias: dict[str, float] = {}  # measured over predicted, of plans that ran
+        self._considered: _Considered | None = None
 
     # What the windows say ---------------------------------------------------------------------------------------------
 
@@ -191,40 +205,31 @@ class Controller:
                 f"the window of step {window.first_step} is of plan {window.plan_fingerprint}, "
                 f"{self.plan.fingerprint} is running; reduce windows plan by plan"
             )
-        self._windows += 1
         self._since_search += 1
         slowness = self._slowness(window)
         triggers = self._triggers(window, slowness)
         self._believe(window, slowness)
-        predicted = self._predict(self.plan)
-        self._bias[self.plan.fingerprint] = window.step_s / max(predicted, 1e-12)
-        broken = self._settle_promise(window)
-        if broken is not None:
-            triggers = (*triggers, "promise")
-        settled = self._reference_s is None
-        if settled:
+        self._bias[self.plan.fingerprint] = window.step_s / max(self._predict(self.plan), 1e-12)
+        if self._reference_s is None:
             self._reference_s = window.step_s
             self._wait_reference_s = max(rank.wait_s for rank in window.ranks)
+        broken = self._settle_promise(window)
+        view = _View(window, (*triggers, "promise") if broken else triggers, steps_left, slowness)
+        if broken is not None and broken.outcome_s > broken.before_s:
+            return self._return(view, broken)
         if self.stopped:
-            return self._stay(window, (), "stopped: switching did not pay", steps_left, slowness, "stopped")
-        if broken is not None and self.stopped is False and broken:
-            return self._return(window, triggers, steps_left, slowness)
-        if not triggers:
+            return self._stay(view, "stopped: switching did not pay", verdict="stopped")
+        if not view.triggers:
             self._held, self._lost_s = 0, 0.0
-            return self._stay(window, triggers, "no trigger", steps_left, slowness)
-        if self._considered is not None and self._considered.like(self, triggers, window):
-            rule = f"as after step {self._considered.step}, when nothing was worth a switch"
-            return self._stay(window, triggers, rule, steps_left, slowness)
-        return self._consider(window, triggers, steps_left, slowness)
-
-    _considered: _Considered | None = None
+            return self._stay(view, "no trigger")
+        if self._considered is not None and self._considered.like(self, view.triggers, window):
+            return self._stay(view, f"as after step {self._considered.step}, when nothing was worth a switch")
+        return self._consider(view)
 
     def switched(self, cost_s: float) -> None:
         """Tell what the last switch took, in seconds."""
-        self._costs = [cost_s] if len(self._costs) == 1 and not self._switches else [*self._costs, cost_s]
+        self._costs = [*self._costs, cost_s] if self._switches else [cost_s]  # the first one replaces the guess
         self._switches += 1
-
-    _switches = 0
 
     @property
     def cost_s(self) -> float:
@@ -262,11 +267,8 @@ class Controller:
         grew = self._wait_reference_s is None or wait > 1.5 * self._wait_reference_s
         if wait >= rules.exchange * window.step_s and grew and max(slowness) < rules.straggler:
             found.append("exchange hotspot")
-        limit = self.limits.memory_bytes
-        for rank, device in zip(window.ranks, self.topology.devices, strict=True):
-            if rank.peak_memory_bytes >= rules.memory * min(device.memory_bytes, limit or math.inf):
-                found.append("memory pressure")
-                break
+        if any(rank.peak_memory_bytes >= rules.memory * self._limit(rank.rank) for rank in window.ranks):
+            found.append("memory pressure")
         if self._reference_s is not None and abs(window.step_s / self._reference_s - 1.0) >= rules.drift:
             found.append("drift")
         if self._since_search >= rules.review:
@@ -291,17 +293,16 @@ class Controller:
 
     # What follows -----------------------------------------------------------------------------------------------------
 
-    def _settle_promise(self, window: Window) -> bool | None:
-        """None: nothing was due. True: a broken promise, and the plan before was faster. False: broken, no worse."""
+    def _settle_promise(self, window: Window) -> _Promise | None:
+        """The promise that has just turned out broken, if one has: it brought less than half of what it said."""
         promise = self._promise
         if promise is None:
             return None
         promise.windows.append(window.step_s)
         if len(promise.windows) < self.rules.hold:
             return None
-        outcome = median(promise.windows)
-        realised, promised = promise.before_s - outcome, promise.before_s - promise.promised_s
-        kept = realised >= 0.5 * promised
+        outcome = promise.outcome_s
+        kept = promise.before_s - outcome >= 0.5 * (promise.before_s - promise.promised_s)
         self.decisions[promise.decision] = replace(self.decisions[promise.decision], outcome_s=outcome, kept=kept)
         self._promise = None
         if kept:
@@ -309,71 +310,71 @@ class Controller:
             return None
         self._failures += 1
         self._cooldown *= 2
-        if self._failures >= self.rules.max_failures:
-            self.stopped = True
-        if realised < 0:
-            self._back_to = (promise.before, promise.before_s)
-            return True
-        return False
+        self.stopped = self._failures >= self.rules.max_failures
+        return promise
 
-    _back_to: tuple[Plan, float] | None = None
-
-    def _consider(
-        self, window: Window, triggers: tuple[str, ...], steps_left: int, slowness: tuple[float, ...]
-    ) -> Decision:
-        rules = self.rules
+    def _consider(self, view: _View) -> Decision:
+        """Search, and switch if every clause of the rule holds."""
+        rules, window = self.rules, view.window
         self._since_search = 0
         found = self.find(self.workload, self.believed, self.engine, self.limits, start=self.plan, without=self.without)
         usual = self._bias[self.plan.fingerprint]
         options = tuple(self._option(candidate, usual) for candidate in found.candidates)
-        now = window.step_s
         rated = [
             (option.predicted_s, i)
             for i, option in enumerate(options)
             if option.predicted_s is not None and option.verdict != "too large"
         ]
         if not rated:
-            return self._stay(window, triggers, "no plan fits", steps_left, slowness, candidates=options)
+            return self._stay(view, "no plan fits", candidates=options)
         promised, index = min(rated)
         chosen = found.candidates[index].plan
         assert chosen is not None
+        now = window.step_s
         gain = now - promised
-        pressed = "memory pressure" in triggers and not self._fits(self.plan)
+        pressed = "memory pressure" in view.triggers and not self._fits(self.plan)
+        worth = gain > 0 and (gain / now >= rules.delta or not rules.hysteresis)
         clauses = [
             (chosen != self.plan, "the running plan is the best"),
             (gain > 0 or pressed, f"no gain: {promised:.4g} s predicted, {now:.4g} s measured"),
         ]
         if rules.hysteresis and not pressed:
-            cost = self.cost_s
-            noise = rules.z * window.step_sigma_s * math.sqrt(max(steps_left, 0))
-            self._lost_s += max(gain, 0.0) * (window.last_step - window.first_step + 1)
-            since = math.inf if self._last_switch is None else window.last_step - self._last_switch
-            rest = max(self._cooldown if self._switches else 0, cost / max(gain, 1e-12))
-            clauses += [
-                (gain / now >= rules.delta, f"gain {gain / now:.1%} of the step, {rules.delta:.1%} asked"),
-                (
-                    gain * steps_left > rules.kappa * cost + noise,
-                    f"gain {gain * steps_left:.3g} s over {steps_left} steps, {rules.kappa:g} x {cost:.3g} s of "
-                    f"switching and {noise:.3g} s of noise to beat",
-                ),
-                (since >= rest, f"{since:g} steps since the last switch, {rest:.3g} asked"),
-                (self._lost_s >= cost, f"lost so far {self._lost_s:.3g} s, less than a switch costs ({cost:.3g} s)"),
-            ]
+            clauses += self._hysteresis(window, gain, view.steps_left)
         for holds, text in clauses:
             if not holds:
-                if gain <= 0 or gain / now < rules.delta:  # time alone changes nothing about that
+                if not worth:  # time alone changes nothing about that
+                    self._held = 0
                     self._considered = _Considered(
-                        window.last_step, triggers, self.believed, self.plan.fingerprint, window.step_s
+                        window.last_step, view.triggers, self.believed, self.plan.fingerprint, now
                     )
-                self._held = 0 if gain <= 0 or gain / now < rules.delta else self._held
-                return self._stay(window, triggers, text, steps_left, slowness, candidates=options, gain=gain)
+                return self._stay(view, text, candidates=options, gain=gain)
         self._held += 1
-        wanted = rules.hold if rules.hysteresis and not pressed and "first window" not in triggers else 1
+        wanted = rules.hold if rules.hysteresis and not pressed and "first window" not in view.triggers else 1
         if self._held < wanted:
-            text = f"held for {self._held} of {wanted} windows"
-            return self._stay(window, triggers, text, steps_left, slowness, candidates=options, gain=gain)
-        rule = f"gain {gain:.4g} s a step ({gain / now:.1%}) over {steps_left} steps against {self.cost_s:.3g} s"
-        return self._change("switch", chosen, promised, window, triggers, rule, steps_left, slowness, options, gain)
+            return self._stay(view, f"held for {self._held} of {wanted} windows", candidates=options, gain=gain)
+        rule = f"gain {gain:.4g} s a step ({gain / now:.1%}) over {view.steps_left} steps against {self.cost_s:.3g} s"
+        before = self.plan
+        decision = self._change(view, "switch", chosen, promised, rule, options, gain)
+        self._promise = _Promise(len(self.decisions) - 1, before, now, promised)
+        return decision
+
+    def _hysteresis(self, window: Window, gain: float, steps_left: int) -> list[tuple[bool, str]]:
+        """The clauses that keep a switch from being made for little, too soon or too often."""
+        rules, cost, now = self.rules, self.cost_s, window.step_s
+        noise = rules.z * window.step_sigma_s * math.sqrt(max(steps_left, 0))
+        self._lost_s += max(gain, 0.0) * (window.last_step - window.first_step + 1)
+        since = math.inf if self._last_switch is None else window.last_step - self._last_switch
+        rest = max(self._cooldown if self._last_switch is not None else 0, cost / max(gain, 1e-12))
+        return [
+            (gain / now >= rules.delta, f"gain {gain / now:.1%} of the step, {rules.delta:.1%} asked"),
+            (
+                gain * steps_left > rules.kappa * cost + noise,
+                f"gain {gain * steps_left:.3g} s over {steps_left} steps, {rules.kappa:g} x {cost:.3g} s of "
+                f"switching and {noise:.3g} s of noise to beat",
+            ),
+            (since >= rest, f"{since:g} steps since the last switch, {rest:.3g} asked"),
+            (self._lost_s >= cost, f"lost so far {self._lost_s:.3g} s, less than a switch costs ({cost:.3g} s)"),
+        ]
 
     def _option(self, candidate: Candidate, usual: float) -> Option:
         """A candidate with its prediction corrected: by its own past where it ran, else by the running plan's."""
@@ -391,85 +392,73 @@ class Controller:
         )
 
     def _fits(self, plan: Plan) -> bool:
-        return estimate(plan, self.workload, self.believed, self.engine).fits
+        memory = estimate(plan, self.workload, self.believed, self.engine).memory_bytes
+        return all(m <= self._limit(rank) for rank, m in enumerate(memory))
 
-    def _return(
-        self, window: Window, triggers: tuple[str, ...], steps_left: int, slowness: tuple[float, ...]
-    ) -> Decision:
-        assert self._back_to is not None
-        plan, before_s = self._back_to
-        self._back_to = None
-        rule = f"the step became {window.step_s:.4g} s, it was {before_s:.4g} s before the switch: back"
-        gain = window.step_s - before_s
-        return self._change("return", plan, before_s, window, triggers, rule, steps_left, slowness, (), gain)
+    def _limit(self, rank: int) -> float:
+        """Memory that a rank may use."""
+        return min(self.topology.devices[rank].memory_bytes, self.limits.memory_bytes or math.inf)
+
+    def _return(self, view: _View, broken: _Promise) -> Decision:
+        """Back to the plan before a switch that made the step longer; it was measured, so nothing is promised."""
+        gain = view.window.step_s - broken.before_s
+        rule = f"the step became {broken.outcome_s:.4g} s, it was {broken.before_s:.4g} s before the switch: back"
+        return self._change(view, "return", broken.before, broken.before_s, rule, (), gain)
 
     def _change(
         self,
+        view: _View,
         verdict: str,
         plan: Plan,
         promised: float,
-        window: Window,
-        triggers: tuple[str, ...],
         rule: str,
-        steps_left: int,
-        slowness: tuple[float, ...],
         options: tuple[Option, ...],
         gain: float,
     ) -> Decision:
-        decision = self._decision(window, triggers, verdict, rule, plan, steps_left, slowness, options, gain, promised)
-        self._promise = _Promise(len(self.decisions), self.plan, window.step_s, promised)
+        decision = self._decision(view, verdict, rule, plan, options, gain, promised)
         self.decisions.append(decision)
         self.plan = plan
-        self.plans[plan.fingerprint] = plan
-        self._last_switch = window.last_step
+        self._last_switch = view.window.last_step
         self._held, self._lost_s = 0, 0.0
         self._reference_s = self._wait_reference_s = None
         return decision
 
     def _stay(
         self,
-        window: Window,
-        triggers: tuple[str, ...],
+        view: _View,
         rule: str,
-        steps_left: int,
-        slowness: tuple[float, ...],
         verdict: str = "stay",
         candidates: tuple[Option, ...] = (),
         gain: float = 0.0,
     ) -> Decision:
-        decision = self._decision(
-            window, triggers, verdict, rule, self.plan, steps_left, slowness, candidates, gain, None
-        )
+        decision = self._decision(view, verdict, rule, self.plan, candidates, gain, None)
         self.decisions.append(decision)
         return decision
 
     def _decision(
         self,
-        window: Window,
-        triggers: tuple[str, ...],
+        view: _View,
         verdict: str,
         rule: str,
         plan: Plan,
-        steps_left: int,
-        slowness: tuple[float, ...],
         options: tuple[Option, ...],
         gain: float,
         promised: float | None,
     ) -> Decision:
         return Decision(
-            step=window.last_step,
-            triggers=triggers,
+            step=view.window.last_step,
+            triggers=view.triggers,
             verdict=verdict,
             rule=rule,
             plan_fingerprint=self.plan.fingerprint,
             chosen_fingerprint=plan.fingerprint,
-            measured_s=window.step_s,
+            measured_s=view.window.step_s,
             predicted_s=self._predict(self.plan),
             promised_s=promised,
             gain_s=gain,
-            steps_left=steps_left,
+            steps_left=view.steps_left,
             cost_s=self.cost_s,
-            slowness=tuple(slowness),
+            slowness=view.slowness,
             links=self._links,
             candidates=options,
         )

@@ -168,7 +168,7 @@ class Estimate:
     """A plan's predicted cost. Tuples have one entry a rank.
 
     step_s: the whole step. rowwise_s, edgewise_s, visits_s, packing_s: busy seconds. wait_s: seconds until rows had
-    arrived. bubble_s: the longest wait less what messages alone would take. sent_bytes: of all exchanges.
+    arrived, a pipeline's bubble among them. sent_bytes: of all exchanges.
     memory_bytes: what was there before, states and activations. fits: the limit holds.
     """
 

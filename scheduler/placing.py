@@ -21,14 +21,13 @@ Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Loads:
-    """What each rank does in each layer of each wave, forward.
+class LayerLoads:
+    """What each rank does in a layer, forward; `[P]`, or with leading axes for waves and layers.
 
-    src_rows, dst_rows, edges, halo_rows: `[W, L, P]`; a head slice counts as its share of the heads.
-    kv, q, moved: rows `[W, L, P, P]` from rank to rank, a head slice as its share: sources before the edge-wise work,
-        destinations before it (and, transposed, back after it), and rows that change owner after the layer.
-    messages: `[W, L, P]` that a rank sends or receives. owns: `[W, L, P]`, whether it has rows of the wave.
-    fetched: feature rows `[W, P, P]` from where they are stored to their first owner; none where a batch repeats.
+    src_rows, dst_rows, edges, halo_rows: a head slice counts as its share of the heads.
+    kv, q: rows `[P, P]` from rank to rank, a head slice as its share: sources before the edge-wise work, and
+        destinations before it (and, transposed, back after it).
+    messages: that a rank sends or receives.
     """
 
     src_rows: Array
@@ -37,22 +36,19 @@ class Loads:
     halo_rows: Array
     kv: Array
     q: Array
-    moved: Array
     messages: Array
-    fetched: Array
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
-    """`Loads` of one layer of one micro-batch, without moves."""
+class Loads(LayerLoads):
+    """What each rank does in each layer of each wave: the figures of a layer as `[W, L, ...]`, and beside them
 
-    src_rows: Array
-    dst_rows: Array
-    edges: Array
-    halo_rows: Array
-    kv: Array
-    q: Array
-    messages: Array
+    moved: rows `[W, L, P, P]` that change owner after the layer.
+    fetched: feature rows `[W, P, P]` from where they are stored to their first owner; none where a batch repeats.
+    """
+
+    moved: Array
+    fetched: Array
 
 
 class Placed:
@@ -69,7 +65,7 @@ class Placed:
         self.group_of: Ids = np.array(
             [groups.index(place.ranks) if place.mode == "model" else -1 for place in kinds], dtype=np.int64
         )
-        self._layers: dict[tuple[int, bytes], _Layer] = {}
+        self._layers: dict[tuple[int, bytes], LayerLoads] = {}
 
     def owners(self, micro_batch: int, layer: int) -> Ids:
         """The owner `[K]` of each partition's rows; `P + g` where group g shares them."""
@@ -95,14 +91,14 @@ class Placed:
             ranks[list(group)] += column[self.size + g] / len(group)
         return ranks
 
-    def layer(self, work: LayerWork, owner: Ids) -> _Layer:
+    def layer(self, work: LayerWork, owner: Ids) -> LayerLoads:
         """Place one layer's work."""
         key = (id(work), owner.tobytes())
         if key not in self._layers:
             self._layers[key] = self._place(work, owner)
         return self._layers[key]
 
-    def _place(self, work: LayerWork, owner: Ids) -> _Layer:
+    def _place(self, work: LayerWork, owner: Ids) -> LayerLoads:
         size, heads = self.size, self.workload.model.heads
         edges = np.bincount(owner, weights=work.edges, minlength=size + len(self.groups))
         needed = self._needed(work, owner)  # [P or group that owns, X]
@@ -132,7 +128,7 @@ class Placed:
         np.fill_diagonal(kv_messages, False)
         np.fill_diagonal(q_messages, False)
         both = kv_messages.astype(np.float64) + q_messages + q_messages.T  # q there, o back
-        return _Layer(
+        return LayerLoads(
             self.shares(work.src_rows, owner),
             self.shares(work.dst_rows, owner),
             rank_edges,
@@ -178,7 +174,7 @@ def place(plan: Plan, workload: Workload) -> Loads:
     placed, size = Placed(plan, workload), plan.world_size
     waves = plan.waves(workload.num_micro_batches)
     shape = (len(waves), plan.num_layers, size)
-    totals = {f.name: np.zeros(shape) for f in fields(_Layer)}
+    totals = {f.name: np.zeros(shape) for f in fields(LayerLoads)}
     for name in ("kv", "q", "moved"):
         totals[name] = np.zeros((*shape, size))
     fetched = np.zeros((len(waves), size, size))
@@ -191,7 +187,7 @@ def place(plan: Plan, workload: Workload) -> Loads:
             for layer in range(plan.num_layers):
                 work = workload.micro_batches[m][layer]
                 found = placed.layer(work, owner)
-                for f in fields(_Layer):
+                for f in fields(LayerLoads):
                     totals[f.name][w, layer] += getattr(found, f.name)
                 if layer + 1 < plan.num_layers:
                     later = placed.owners(m, layer + 1)

@@ -11,15 +11,16 @@ Legend: `K` partitions, `P` ranks, `L` layers, `M` micro-batches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost import Engine, Estimate, estimate, work_of
-from scheduler.placing import Loads, place
+from scheduler.cost import Engine, Estimate, estimate
+from scheduler.dealing import assignments, layer_seconds, layer_split
+from scheduler.placing import place
 from scheduler.plan import (
     CHECKPOINTING,
     MODES,
@@ -36,6 +37,7 @@ from scheduler.workload import Workload
 Array = npt.NDArray[np.float64]
 
 FAMILIES = (*MODES, "mixed")
+VERDICTS = ("chosen", "slower", "too large", "not allowed", "no plan")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Limits:
     allow: modes that may be used. pin: partition -> mode it must have. memory_bytes: a tighter limit for every rank.
     margin: share of the memory to leave free. checkpointing: levels that may be used, in order of preference.
     groups: sizes of groups for model, pipeline and data parallelism; None for any divisor of the world size.
-    waves: whether waves and rounds may be changed; else the `fixed_waves` (micro-batches a wave, waves a round) stay.
+    fixed_waves: (micro-batches a wave, waves a round) that must stay; None where the search may choose them.
     """
 
     allow: tuple[Mode, ...] = MODES
@@ -59,7 +61,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best plan of a family. verdict: `chosen`, `slower`, `too large`, `not allowed`; reason: in words."""
+    """The best plan of a family. verdict: of `VERDICTS`. reason: in words. plan, estimate: None where
+    the family has no plan.
+    """
 
     family: str
     plan: Plan | None
@@ -70,19 +74,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. chosen: None if nothing fits. tried: plans priced. engine: what was chosen of it."""
+    """What a search found. chosen: None if nothing fits. tried: plans priced."""
 
     chosen: Candidate | None
     candidates: tuple[Candidate, ...]
     tried: int
-    engine: Engine
-    remedies: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:
-        """The chosen plan. Raises ValueError with the remedies if nothing fits."""
+        """The chosen plan. Raises ValueError if nothing fits."""
         if self.chosen is None or self.chosen.plan is None:
-            raise ValueError(explain_nothing_fits(self))
+            raise ValueError(f"none of the {self.tried} plans that were tried fits")
         return self.chosen.plan
 
 
@@ -108,7 +110,7 @@ class Pricer:
     @cached_property
     def layer_seconds(self) -> Array:
         """Seconds of each layer on each device, `[L, P]`."""
-        return _layer_seconds(self.workload, self.topology)
+        return layer_seconds(self.workload, self.topology)
 
     @property
     def tried(self) -> int:
@@ -130,7 +132,7 @@ class Pricer:
 def search(
     workload: Workload,
     topology: Topology,
-    engine: Engine = Engine(),  # noqa: B008
+    engine: Engine = Engine(),
     limits: Limits = Limits(),
     *,
     start: Plan | None = None,
@@ -144,7 +146,8 @@ def search(
     """
     pricer = Pricer(workload, topology, engine, limits, without)
     if budget is None:
-        budget = int(min(150, 3e6 / (workload.num_partitions * topology.world_size * workload.num_micro_batches)))
+        size = workload.num_partitions * topology.world_size * workload.num_micro_batches
+        budget = int(max(min(400, 4800 / size), min(150, 3e6 / size)))
     best: dict[str, Plan] = {}
     ruled_out: dict[str, str] = {}
     for family in MODES:
@@ -157,9 +160,10 @@ def search(
         best[family] = min(plans, key=pricer.key)
     ranked = sorted(best.values(), key=pricer.key)
     if limits.pin:
-        ranked = [_pinned(plan, limits.pin, best) for plan in ranked]
-        best = {}
-        ranked.sort(key=pricer.key)
+        ranked = sorted((_pinned(plan, limits.pin, best, ruled_out) for plan in ranked), key=pricer.key)
+        other = [family for family, plan in best.items() if not _allowed(plan, limits)]
+        ruled_out |= dict.fromkeys(other, "plan.pin asks for other modes too")
+        best = {family: plan for family, plan in best.items() if family not in other}
     starts = ranked[:2] + ([start] if start is not None and _allowed(start, limits) else [])
     improved = [_improve(plan, pricer, budget // max(len(starts), 1)) for plan in starts]
     mixed = min([*improved, *ranked], key=pricer.key)
@@ -182,7 +186,9 @@ def _verdicts(best: Mapping[str, Plan], ruled_out: Mapping[str, str], pricer: Pr
     chosen = None
     for family in FAMILIES:
         if family not in best:
-            candidates.append(Candidate(family, None, None, "not allowed", ruled_out.get(family, "not asked for")))
+            forbidden = family in MODES and family not in pricer.limits.allow
+            verdict = "not allowed" if forbidden else "no plan"
+            candidates.append(Candidate(family, None, None, verdict, ruled_out[family]))
             continue
         plan = best[family]
         cost = pricer.price(plan)
@@ -191,9 +197,10 @@ def _verdicts(best: Mapping[str, Plan], ruled_out: Mapping[str, str], pricer: Pr
         elif not cost.fits:
             rank = int(np.argmax(np.array(cost.memory_bytes) - pricer.cap))
             verdict = "too large"
+            needed, rounds = size_text(cost.memory_bytes[rank]), len(plan.rounds(_waves(plan, pricer)))
             reason = (
-                f"needs {_size(cost.memory_bytes[rank])} on rank {rank}, {_size(pricer.cap[rank])} may be used, even "
-                f"with checkpointing {plan.checkpointing} and {len(plan.rounds(_waves(plan, pricer)))} round(s)"
+                f"needs {needed} on rank {rank}, {size_text(pricer.cap[rank])} may be used, even with checkpointing "
+                f"{plan.checkpointing} and {rounds} round(s)"
             )
         else:
             assert winner is not None
@@ -204,7 +211,7 @@ def _verdicts(best: Mapping[str, Plan], ruled_out: Mapping[str, str], pricer: Pr
         candidates.append(candidate)
         if plan is winner:
             chosen = candidate
-    return Found(chosen, tuple(candidates), pricer.tried, pricer.engine)
+    return Found(chosen, tuple(candidates), pricer.tried)
 
 
 def _waves(plan: Plan, pricer: Pricer) -> int:
@@ -244,7 +251,12 @@ def _ruled_out(family: Mode, workload: Workload, topology: Topology, limits: Lim
 
 def _group_sizes(size: int, limits: Limits) -> list[int]:
     if limits.groups is not None:
-        return [g for g in limits.groups if size % g == 0]
+        fitting = [g for g in limits.groups if size % g == 0]
+        if not fitting:
+            raise ValueError(
+                f"plan.groups {list(limits.groups)} has no size that divides {size} ranks; name one that does, or null"
+            )
+        return fitting
     return [g for g in range(2, size + 1) if size % g == 0] or [1]
 
 
@@ -273,192 +285,6 @@ def _family(family: Mode, pricer: Pricer) -> Iterator[Plan]:
                 yield plan([Placement("pipeline", groups[h], splits[h]) for h in homes], 1)
             else:
                 yield plan([Placement(family, groups[h]) for h in homes], group_size if family == "data" else 0)
-
-
-def layer_split(seconds: Array) -> tuple[int, ...]:
-    """Layers a stage so that the slowest stage is fastest. Exact, by dynamic programming over (stage, first layer).
-
-    seconds: of each layer on each device of the group, `[L, G]`.
-    """
-    cost, layers, group = seconds, len(seconds), range(seconds.shape[1])
-    total = np.vstack([np.zeros((1, len(group))), np.cumsum(cost, axis=0)])
-    best: list[list[tuple[float, int]]] = [[(0.0, 0)] * (layers + 1) for _ in range(len(group) + 1)]
-    best[0] = [(0.0 if end == 0 else np.inf, 0) for end in range(layers + 1)]
-    for stage in range(len(group)):
-        for end in range(layers + 1):
-            options = [
-                (max(best[stage][begin][0], float(total[end, stage] - total[begin, stage])), begin)
-                for begin in range(end + 1)
-            ]
-            # Of equals the one that spreads the layers, so that fewer rows wait at one rank.
-            best[stage + 1][end] = min(options, key=lambda o: (round(o[0], 12), abs(end - o[1] - layers / len(group))))
-    split: list[int] = []
-    end = layers
-    for stage in reversed(range(len(group))):
-        begin = best[stage + 1][end][1]
-        split.insert(0, end - begin)
-        end = begin
-    return tuple(split)
-
-
-def _layer_seconds(workload: Workload, topology: Topology) -> Array:
-    """Forward and backward seconds of each layer on each device, `[L, P]`, of an average micro-batch."""
-    size, layers = topology.world_size, workload.model.layers
-    whole = place(Plan(1, layers, (Placement("graph", (0,)),) * workload.num_partitions), workload)
-    work = work_of(whole, workload.model)
-    speeds = topology.rates
-    flops = (work.before_flops + work.after_flops).sum(axis=(0, 2))[:, None]
-    rows = work.row_bytes.sum(axis=(0, 2))[:, None]
-    edges = work.edge_bytes.sum(axis=(0, 2))[:, None]
-    seconds = (flops / speeds.row_flops_per_s + rows / speeds.row_bytes_per_s) * (1.0 + speeds.row_backward)
-    seconds = seconds + edges / speeds.edge_bytes_per_s * (1.0 + speeds.edge_backward) + np.zeros((layers, size))
-    return np.asarray(seconds)
-
-
-def _part_seconds(workload: Workload, topology: Topology, without: Collection[str] = ()) -> Array:
-    """Seconds of each partition's own work of a step on each device, forward and backward, `[K, P]`."""
-    model, speeds = workload.model, topology.rates
-    parts = workload.num_partitions
-    flops, rows, edges = np.zeros(parts), np.zeros(parts), np.zeros(parts)
-    # A made-up machine of one rank per partition has each partition's work as its loads.
-    apart = Plan(parts, model.layers, tuple(Placement("graph", (p,)) for p in range(parts)))
-    for layers in workload.micro_batches:
-        single = replace(workload, micro_batches=(layers,), repeats=True)
-        work = work_of(_own_work(apart, single), model)
-        flops += (work.before_flops + work.after_flops).sum(axis=(0, 1))
-        rows += work.row_bytes.sum(axis=(0, 1))
-        edges += work.edge_bytes.sum(axis=(0, 1))
-    row_s = flops[:, None] / speeds.row_flops_per_s + rows[:, None] / speeds.row_bytes_per_s
-    edge_s = edges[:, None] / speeds.edge_bytes_per_s
-    found: Array = row_s * (1.0 + speeds.row_backward) * ("rowwise" not in without)
-    found = found + edge_s * (1.0 + speeds.edge_backward) * ("edgewise" not in without)
-    return found
-
-
-def _own_work(plan: Plan, workload: Workload) -> Loads:
-    """Loads of one partition a rank without exchanges."""
-    (layers,) = workload.micro_batches
-    shape = (1, len(layers), plan.world_size)
-    nothing = np.zeros((*shape, 1))
-    return Loads(
-        src_rows=np.stack([layer.src_rows for layer in layers])[None],
-        dst_rows=np.stack([layer.dst_rows for layer in layers])[None],
-        edges=np.stack([layer.edges for layer in layers])[None],
-        halo_rows=np.zeros(shape),
-        kv=nothing,
-        q=nothing,
-        moved=nothing,
-        messages=np.zeros(shape),
-        fetched=np.zeros((1, plan.world_size, 1)),
-    )
-
-
-# Dealing partitions to ranks or groups --------------------------------------------------------------------------------
-
-
-def assignments(
-    workload: Workload, topology: Topology, groups: Sequence[tuple[int, ...]], without: Collection[str] = ()
-) -> list[list[int]]:
-    """Ways to deal partitions to groups: neighbours together by work, and that one improved move by move."""
-    own = _part_seconds(workload, topology, without)
-    # A group shares a partition's work evenly, at its slowest member's speed.
-    per_group = np.stack([own[:, list(group)].max(axis=1) / len(group) for group in groups], axis=1)
-    weight = 1.0 / np.maximum(per_group.sum(axis=0), 1e-300)
-    by_work = _deal_to(per_group.mean(axis=1), weight)
-    if len(groups) == 1:
-        return [by_work]
-    traffic = _Traffic(workload, topology, groups, without)
-    better = balance(per_group, by_work, traffic)
-    plain = deal(list(workload.work), len(groups))
-    unique = [by_work, better, plain]
-    return [list(a) for a in dict.fromkeys(map(tuple, unique))]
-
-
-def _deal_to(work: Array, speed: Array) -> list[int]:
-    """Contiguous runs of partitions, each group's in proportion to its speed."""
-    total = work.sum()
-    if total <= 0:
-        work, total = np.ones_like(work), float(len(work))
-    bounds = np.cumsum(speed) / speed.sum()
-    middle = (np.cumsum(work) - work / 2) / total
-    return [int(g) for g in np.minimum(np.searchsorted(bounds, middle, side="right"), len(speed) - 1)]
-
-
-class _Traffic:
-    """Seconds in which a group receives the rows it needs of others, kept up to date as partitions move."""
-
-    def __init__(
-        self, workload: Workload, topology: Topology, groups: Sequence[tuple[int, ...]], without: Collection[str]
-    ):
-        model = workload.model
-        sources = {"GT": 2.0, "GPS": 1.0, "GCN": 1.0, "MLP": 0.0}[model.kind]
-        link = topology.slowest_link
-        packing = 2.0 / float(topology.rates.packed_bytes_per_s.min())
-        row_s = 2.0 * sources * model.width * model.bytes_per_element * (1.0 / link.bytes_per_s + packing)
-        self.row_s = row_s * ("exchange" not in without)
-        self.rows, self.log = workload.needs  # [K], [source, destination]
-        self.shares = np.array([len(group) for group in groups], dtype=np.float64)
-
-    def start(self, homes: Sequence[int]) -> None:
-        columns = len(self.shares)
-        self.homes = np.array(homes, dtype=np.int64)
-        onehot = np.zeros((len(self.homes), columns))
-        onehot[np.arange(len(self.homes)), self.homes] = 1.0
-        self.unneeded = self.log @ onehot  # [K, groups]
-
-    def seconds(self, group: int) -> float:
-        return self._of(self.unneeded[:, group], self.homes != group, group)
-
-    def after(self, part: int, group: int, joins: bool) -> float:
-        """The group's seconds if a partition joined or left it."""
-        change = self.log[:, part] if joins else -self.log[:, part]
-        outside = self.homes != group
-        outside[part] = not joins
-        return self._of(self.unneeded[:, group] + change, outside, group)
-
-    def move(self, part: int, group: int) -> None:
-        self.unneeded[:, self.homes[part]] -= self.log[:, part]
-        self.unneeded[:, group] += self.log[:, part]
-        self.homes[part] = group
-
-    def _of(self, unneeded: Array, outside: npt.NDArray[np.bool_], group: int) -> float:
-        rows = float((-np.expm1(unneeded) * self.rows)[outside].sum())
-        return self.row_s * rows / float(self.shares[group])
-
-
-def balance(own: Array, homes: Sequence[int], traffic: _Traffic) -> list[int]:
-    """Move partitions off the group that takes longest, where that shortens it, until nothing does.
-
-    own: seconds of each partition on each group `[K, groups]`. Each move re-counts only the two groups it touches.
-    """
-    traffic.start(homes)
-    parts, groups = own.shape
-    work = np.array([own[traffic.homes == g, g].sum() for g in range(groups)])
-    total = work + np.array([traffic.seconds(g) for g in range(groups)])
-    for _ in range(4 * parts):
-        worst = int(total.argmax())
-        mine = np.flatnonzero(traffic.homes == worst)
-        if not len(mine):
-            break
-        best: tuple[float, int, int, float, float] | None = None
-        # Partitions that matter, to the groups that have most room.
-        for part in mine[np.argsort(-own[mine, worst], kind="stable")][:24]:
-            leaves = work[worst] - own[part, worst] + traffic.after(part, worst, joins=False)
-            for group in np.argsort(total, kind="stable")[: min(groups, 6)]:
-                if group == worst or total[group] + own[part, group] >= total[worst]:
-                    continue
-                joins = work[group] + own[part, group] + traffic.after(part, group, joins=True)
-                value = max(leaves, joins)
-                if value < total[worst] * (1.0 - 1e-9) and (best is None or value < best[0]):
-                    best = (float(value), int(part), int(group), float(leaves), float(joins))
-        if best is None:
-            break
-        _, part, group, leaves, joins = best
-        work[worst] -= own[part, worst]
-        work[group] += own[part, group]
-        traffic.move(part, group)
-        total[worst], total[group] = leaves, joins
-    return [int(g) for g in traffic.homes]
 
 
 # Waves, rounds and checkpointing --------------------------------------------------------------------------------------
@@ -513,27 +339,33 @@ def _powers(limit: int) -> list[int]:
 
 
 def _improve(plan: Plan, pricer: Pricer, budget: int) -> Plan:
-    """Hill climbing: hubs to groups, then single partitions elsewhere, while that makes the plan faster."""
+    """Hill climbing: hubs to groups, then partitions elsewhere, one at a time and, once that helps no more, two."""
     limit = pricer.tried + budget
     best = _hubs_to_groups(plan, pricer, limit)
-    improved = True
-    while improved and pricer.tried < limit:
-        improved = False
-        for part in _busiest_first(best, pricer):
-            for option in _placements(best, pricer):
-                if pricer.tried >= limit:
-                    return best
-                if option == best.partitions[part] or not _may(part, option.mode, pricer.limits):
-                    continue
-                changed = list(best.partitions)
-                changed[part] = option
-                candidate = replace(best, partitions=tuple(changed))
-                if pricer.key(candidate) < pricer.key(best):
-                    best, improved = candidate, True
-                    break
-            if improved:
-                break
-    return best
+    while True:
+        better = next(
+            (candidate for candidate in _neighbours(best, pricer, limit) if pricer.key(candidate) < pricer.key(best)),
+            None,
+        )
+        if better is None:
+            return best
+        best = better
+
+
+def _neighbours(plan: Plan, pricer: Pricer, limit: int) -> Iterator[Plan]:
+    """Plans that differ in one partition, then those that differ in two, until `limit` plans are priced."""
+    parts, options = _busiest_first(plan, pricer), _placements(plan, pricer)
+    allowed = {p: [o for o in options if o != plan.partitions[p] and _may(p, o.mode, pricer.limits)] for p in parts}
+    singles = ({p: option} for p in parts for option in allowed[p])
+    pairs = (
+        {p: one, q: other}
+        for p, q in itertools.combinations(parts, 2)
+        for one, other in itertools.product(allowed[p], allowed[q])
+    )
+    for change in itertools.chain(singles, pairs):
+        if pricer.tried >= limit:
+            return
+        yield replace(plan, partitions=tuple(change.get(p, place) for p, place in enumerate(plan.partitions)))
 
 
 def _busiest_first(plan: Plan, pricer: Pricer) -> list[int]:
@@ -553,7 +385,7 @@ def _placements(plan: Plan, pricer: Pricer) -> list[Placement]:
     busy = np.array(pricer.price(plan).busy_s)
     options: dict[Placement, None] = {}
     if size <= 8:
-        options.update(dict.fromkeys(set_in_order(plan.partitions)))
+        options.update(dict.fromkeys(plan.partitions))
     if "graph" in limits.allow:
         options.update(dict.fromkeys(Placement("graph", (int(r),)) for r in np.argsort(busy, kind="stable")[:8]))
     for group_size in _group_sizes(size, limits):
@@ -575,10 +407,6 @@ def _placements(plan: Plan, pricer: Pricer) -> list[Placement]:
                     if group_size == 2:
                         options[Placement("pipeline", group[::-1], split)] = None
     return list(options)
-
-
-def set_in_order(placements: Sequence[Placement]) -> list[Placement]:
-    return list(dict.fromkeys(placements))
 
 
 def _splits(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -622,13 +450,18 @@ def _allowed(plan: Plan, limits: Limits) -> bool:
     return all(_may(p, place.mode, limits) for p, place in enumerate(plan.partitions))
 
 
-def _pinned(plan: Plan, pin: Mapping[int, Mode], best: Mapping[str, Plan]) -> Plan:
+def _pinned(plan: Plan, pin: Mapping[int, Mode], best: Mapping[str, Plan], ruled_out: Mapping[str, str]) -> Plan:
     """The plan with pinned partitions as the best plan of their mode places them."""
     changed = list(plan.partitions)
     for part, mode in pin.items():
+        if not 0 <= part < len(changed):
+            raise ValueError(f"plan.pin names partition {part}, there are {len(changed)} (0 to {len(changed) - 1})")
         if changed[part].mode != mode:
             if mode not in best:
-                raise ValueError(f"plan.pin puts partition {part} into mode {mode!r}, which plan.allow rules out")
+                raise ValueError(
+                    f"plan.pin puts partition {part} into mode {mode!r}, of which there is no plan: "
+                    f"{ruled_out[mode]}; pin another mode"
+                )
             changed[part] = best[mode].partitions[part]
     return replace(plan, partitions=tuple(changed))
 
@@ -639,25 +472,7 @@ def family_of(plan: Plan) -> str:
     return modes.pop() if len(modes) == 1 else "mixed"
 
 
-# Exhaustive, where it is small ----------------------------------------------------------------------------------------
-
-
-def every_plan(workload: Workload, world_size: int) -> Iterator[Plan]:
-    """Every plan of a small problem: all placements of every partition over all ordered groups, all wave sizes."""
-    layers, count = workload.model.layers, workload.num_micro_batches
-    options: list[Placement] = [Placement("graph", (rank,)) for rank in range(world_size)]
-    for size in range(2, world_size + 1):
-        for ranks in itertools.permutations(range(world_size), size):
-            if ranks == tuple(sorted(ranks)):
-                options.append(Placement("model", ranks))
-            if count > 1:
-                options.append(Placement("data", ranks))
-            for cuts in itertools.combinations(range(1, layers), size - 1):
-                bounds = (0, *cuts, layers)
-                options.append(Placement("pipeline", ranks, tuple(b - a for a, b in itertools.pairwise(bounds))))
-    for chosen in itertools.product(options, repeat=workload.num_partitions):
-        for wave in sorted({0, *(s for s in _powers(count) if s < count)}):
-            yield Plan(world_size, layers, chosen, wave)
+# Without a search ---------------------------------------------------------------------------------------------------
 
 
 def greedy_family(workload: Workload, topology: Topology, limits: Limits) -> Mode:
@@ -679,68 +494,7 @@ def greedy_family(workload: Workload, topology: Topology, limits: Limits) -> Mod
     return next((mode for mode in order if mode in limits.allow), limits.allow[0])
 
 
-# If nothing fits ------------------------------------------------------------------------------------------------------
-
-
-def remedies(
-    workload: Workload, topology: Topology, engine: Engine, limits: Limits, *, bytes_per_element: int | None = None
-) -> tuple[str, ...]:
-    """Single changes after which some plan fits, the smallest first, each with its config key; else all of them."""
-    best = search(workload, topology, engine, limits, budget=0)
-    smallest = _least_memory(best)
-    cap = limits.memory_bytes or min(device.memory_bytes for device in topology.devices)
-    tries: list[tuple[str, Callable[[], Found]]] = []
-    for stage in range(engine.zero_stage + 1, 4):
-        changed = replace(engine, zero_stage=stage)
-        tries.append((f"engine.zero_stage={stage}", lambda e=changed: search(workload, topology, e, limits, budget=0)))  # type: ignore[misc]
-    if not engine.offload:
-        changed = Engine(max(engine.zero_stage, 1), True)
-        tries.append(
-            (
-                f"engine.zero_stage={changed.zero_stage} engine.offload_optimizer=cpu",
-                lambda e=changed: search(workload, topology, e, limits, budget=0),  # type: ignore[misc]
-            )
-        )
-    if workload.model.bytes_per_element == 4:
-        half = replace(workload, model=replace(workload.model, bytes_per_element=2))
-        tries.append(("engine.precision=bf16", lambda: search(half, topology, engine, limits, budget=0)))
-    for times in (2, 4, 8):
-        larger = topology.resized(topology.world_size * times)
-        tries.append(
-            (
-                f"{larger.world_size} ranks instead of {topology.world_size}",
-                lambda t=larger: search(workload, t, engine, limits, budget=0),  # type: ignore[misc]
-            )
-        )
-    helps = [name for name, run in tries if run().chosen is not None]
-    if helps:
-        return tuple(helps)
-    needed = _size(smallest) if smallest is not None else "more"
-    return (f"a memory limit of {needed} or more (now {_size(cap)})", "batch.kind=cluster with fewer batch.parts")
-
-
-def _least_memory(found: Found) -> float | None:
-    peaks = [max(c.estimate.memory_bytes) for c in found.candidates if c.estimate is not None]
-    return min(peaks) if peaks else None
-
-
-def explain_nothing_fits(found: Found) -> str:
-    """One paragraph: how many plans were tried, the best one's memory, and what would help."""
-    peaks = [(max(c.estimate.memory_bytes), c) for c in found.candidates if c.estimate is not None]
-    if not peaks:
-        return "no plan is allowed: plan.allow and plan.pin rule out every mode; allow more of them"
-    peak, candidate = min(peaks, key=lambda entry: entry[0])
-    text = (
-        f"none of {found.tried} plans fits: the smallest, {candidate.family} with checkpointing "
-        f"{candidate.plan.checkpointing if candidate.plan else '-'}, {candidate.reason}"
-    )
-    del peak
-    if found.remedies:
-        text += "; what would help: " + "; ".join(f"{i}. {r}" for i, r in enumerate(found.remedies, 1))
-    return text
-
-
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"

@@ -103,7 +103,7 @@ def play(
     num_steps: int,
     events: Sequence[Event] = (),
     *,
-    engine: Engine = Engine(),  # noqa: B008
+    engine: Engine = Engine(),
     controller: Controller | None = None,
     window: int = 10,
     switch_s: float = 0.0,

@@ -144,10 +144,12 @@ class Topology:
         return replace(self, devices=devices)
 
     def resized(self, world_size: int, devices_per_host: int | None = None) -> Topology:
-        """The same kind of machine with another number of devices, all like the first one."""
+        """The same kind of machine with another number of devices, all like the first one, and no slow link."""
         first = self.devices[0]
         per_host = devices_per_host or world_size
-        return replace(self, devices=tuple(replace(first, host=rank // per_host) for rank in range(world_size)))
+        return replace(
+            self, devices=tuple(replace(first, host=rank // per_host) for rank in range(world_size)), slow_links=()
+        )
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"

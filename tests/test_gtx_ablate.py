@@ -7,12 +7,7 @@ One fixture trains; the ranks of other tests are scripts that stand in for `laun
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +29,6 @@ from gtx.ablate import (
     make_worlds,
     parse_setting,
     run_ablation,
-    run_ranks,
 )
 from gtx.config import load_config, parse_config
 from gtx.report import REPORT_NAME
@@ -221,74 +215,6 @@ def test_a_failure_is_noted_and_the_others_go_on(
     text = (out / "ablation.md").read_text(encoding="utf-8")
     assert text.count("1 failed: gtx: a mishap \\| here |") == 2 and "| 2 | graph | graph |" in text
     assert capsys.readouterr().out.count("failed: gtx: a mishap | here\n") == 2
-
-
-# The ranks ------------------------------------------------------------------------------------------------------------
-
-
-def run_code(code: str, folder: Path, *, world_size: int = 2, cores: list[int] | None = None) -> str | None:
-    combination = Combination(parse_setting("graph"), world_size, parse_config({}), ())
-    return run_ranks([sys.executable, "-c", code], combination, folder, cores)
-
-
-def test_ranks_see_what_a_launcher_sets_and_are_pinned_in_turn(tmp_path: Path) -> None:
-    code = "import json, os; print(json.dumps([dict(os.environ), sorted(os.sched_getaffinity(0))]))"
-    cores = sorted(os.sched_getaffinity(0))
-    assert run_code(code, tmp_path / "run", world_size=3, cores=cores) is None
-    told = [json.loads((tmp_path / "run" / f"rank-{rank}.out").read_text(encoding="utf-8")) for rank in range(3)]
-    for rank, (env, own) in enumerate(told):
-        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == (
-            *[str(rank)] * 2,
-            "3",
-            "3",
-        )
-        assert env["MASTER_ADDR"] == "127.0.0.1" and env["MASTER_PORT"] == told[0][0]["MASTER_PORT"]
-        assert own == [cores[rank % len(cores)]]
-    assert sorted(os.sched_getaffinity(0)) == cores
-
-
-def ended(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def test_the_first_rank_that_fails_speaks_and_takes_the_others_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gtx.ablate._GRACE_S", 0.2)
-    code = "import os, sys, time; print(os.getpid(), flush=True); "
-    code += "time.sleep(60) if os.environ['RANK'] == '0' else sys.exit('first\\n{}')"
-    began = time.monotonic()
-    assert run_code(code.format("the last line"), tmp_path / "a") == "the last line"
-    assert time.monotonic() - began < 30
-    assert ended(int((tmp_path / "a" / "rank-0.out").read_text(encoding="utf-8")))
-    assert run_code("import os, signal; os.kill(os.getpid(), 9)", tmp_path / "b") == "rank 0 was ended by SIGKILL"
-    said = run_code("raise SystemExit(3)", tmp_path / "c")  # both end alike; which is seen first is chance
-    assert said in {f"rank {rank} ended with status 3 and said nothing" for rank in (0, 1)}
-
-
-def test_an_interrupt_leaves_no_rank_behind(tmp_path: Path) -> None:
-    files = [tmp_path / "run" / f"rank-{rank}.out" for rank in range(2)]
-
-    def interrupt() -> None:
-        deadline_s = time.monotonic() + 30
-        while not all(file.exists() and file.read_bytes().endswith(b"\n") for file in files):
-            if time.monotonic() > deadline_s:
-                return
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    watcher = threading.Thread(target=interrupt)
-    watcher.start()
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
-        run_code("import os, time; print(os.getpid(), flush=True); time.sleep(40)", tmp_path / "run")
-    watcher.join()
-    assert all(ended(int(file.read_text(encoding="utf-8"))) for file in files)
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 # What is said ---------------------------------------------------------------------------------------------------------

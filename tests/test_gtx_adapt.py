@@ -1,0 +1,149 @@
+"""Real runs that choose and change their plan: the losses stay one rank's, all ranks agree, and the report explains."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from gtx.adapt import limits_of, rules_of
+from gtx.config import SchedulerConfig, parse_config
+from gtx.processes import run_ranks
+from gtx.report import load_report
+from scheduler.controller import Rules
+from scheduler.plan import from_json
+from scheduler.topology import Device, Link, Topology
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = [
+    "engine.name=torch",
+    "engine.zero_stage=0",
+    "engine.threads=1",
+    "engine.precision=float64",
+    "engine.lr_schedule=constant",
+    "model.layers=2",
+    "model.width=32",
+    "monitor.progress=false",
+    "train.eval_every=0",
+]
+CLUSTERS = ["batch.kind=cluster", "batch.parts=2", "batch.micro_batches=4"]
+
+
+def train(folder: Path, ranks: int, *overrides: str) -> tuple[dict[str, Any], list[float]]:
+    """The report and the losses of a run on real ranks."""
+    command = [sys.executable, str(ROOT / "launch.py"), "train", str(ROOT / "configs/digits_gt.yaml"), *SETTINGS]
+    command += [f"partition.cache={folder.parent / 'cut'}", *overrides, "--run-dir", str(folder / "run")]
+    error = run_ranks(command, ranks, folder, sorted(os.sched_getaffinity(0)))
+    assert error is None, error
+    report = load_report(folder / "run")
+    losses = pd.read_csv(folder / "run" / "metrics.csv").loss.tolist()
+    return report, losses
+
+
+def test_trying_every_family_changes_no_loss(tmp_path: Path) -> None:
+    """Under `oracle` the plan changes at least four times in the first steps, with dropout and fresh samples on."""
+    steps = ["train.steps=26", *CLUSTERS]
+    _, alone = train(tmp_path / "one", 1, "plan.mode=graph", *steps)
+    oracle = ["plan.mode=auto", "scheduler.setting=oracle", "scheduler.probe_steps=2", "scheduler.probe_plans=4"]
+    report, losses = train(tmp_path / "two", 2, *oracle, *steps)
+    assert losses == pytest.approx(alone, rel=1e-9)
+    told = report["scheduler"]
+    assert len(told["plans"]) >= 4 and len(told["probes"]) >= 4
+    assert {probe["family"] for probe in told["probes"]} >= {"graph", "model", "pipeline", "data"}
+    fastest = min(told["probes"], key=lambda probe: probe["measured_s"])
+    assert report["plan"]["fingerprint"] == fastest["plan"] == told["plans"][-1]["fingerprint"]
+    assert told["calibration"]["held_out_error_median"] is not None
+    assert len(told["switches"]) == len(told["plans"]) - 1
+    assert all(switch["seconds"] > 0 for switch in told["switches"])
+    kept = [from_json((tmp_path / "two" / "run" / f"plan-{n}.json").read_text()) for n in range(len(told["plans"]))]
+    assert [plan.fingerprint for plan in kept] == [entry["fingerprint"] for entry in told["plans"]]
+    assert told["regret"]["share"] >= 0
+
+
+def test_a_wrong_belief_is_corrected_while_the_run_lasts(tmp_path: Path) -> None:
+    """By the topology file rank 1 is far slower than it is: the first plan is bad, the controller mends it."""
+    fast = Device(2e10, 2e9, 1e-3, 8e9, row_bytes_per_s=2e9, packed_bytes_per_s=2e9, message_s=1e-4)
+    machine = Topology((fast, fast.slowed(6.0)), Link(2e-4, 2e9), Link(2e-4, 2e9), 1e10, 0.0)
+    (tmp_path / "machine.json").write_text(machine.to_json())
+    steps = ["train.steps=80", "sampling.fanout=16"]
+    settings = [f"plan.topology={tmp_path / 'machine.json'}", "scheduler.probe_steps=0", "scheduler.window=4"]
+    settings += [
+        "plan.allow=[graph]",
+        "scheduler.cooldown=0",
+        "scheduler.z=0",
+        "scheduler.kappa=0",
+        "scheduler.delta=0.02",
+    ]
+    _, alone = train(tmp_path / "one", 1, "plan.mode=graph", *steps)
+    report, losses = train(tmp_path / "two", 2, "plan.mode=adaptive", *settings, *steps)
+    assert losses == pytest.approx(alone, rel=1e-9)
+    told = report["scheduler"]
+    first, last = (
+        from_json((tmp_path / "two" / "run" / f"plan-{n}.json").read_text()) for n in (0, len(told["plans"]) - 1)
+    )
+
+    def rows(plan: Any) -> list[int]:
+        counts = [0, 0]
+        for place, entry in zip(plan.partitions, report["partitions"], strict=True):
+            counts[place.ranks[0]] += entry["rows"]
+        return counts
+
+    assert 0 < rows(first)[1] < 0.4 * rows(first)[0], "by the file rank 1 gets little"
+    assert rows(last)[1] > 0.6 * rows(last)[0], "by what was measured it gets its share"
+    switch = next(decision for decision in told["decisions"] if decision["verdict"] == "switch")
+    assert switch["slowness"][0] > 1.5 and switch["promised_s"] < switch["measured_s"]
+    assert len(told["windows"]) == len(told["decisions"])
+    assert told["spent_s"]["controller"] > 0 and told["seconds"] > 0
+
+
+def test_a_plan_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "launch.py"), "train", str(ROOT / "configs/digits_gt.yaml"), *SETTINGS]
+    command += [f"partition.cache={tmp_path / 'cut'}", "plan.mode=auto", "plan.memory_limit_gib=0.01"]
+    error = run_ranks([*command, "--run-dir", str(tmp_path / "run")], 2, tmp_path / "ranks", None)
+    assert error is not None and error.startswith("gtx: none of the ") and "what would help: 1. " in error
+    assert not (tmp_path / "run").exists()
+
+
+# The config -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_configs_thresholds_are_the_rules() -> None:
+    assert rules_of(parse_config({})) == Rules()
+    changed = parse_config({"scheduler": {"delta": 0.2, "hold": 5, "hysteresis": False}})
+    assert rules_of(changed) == Rules(delta=0.2, hold=5, hysteresis=False)
+    assert set(Rules.__dataclass_fields__) <= set(SchedulerConfig.model_fields)
+
+
+def test_limits_come_from_the_config() -> None:
+    plan = {"mode": "auto", "allow": ["graph", "model"], "pin": {2: "model"}, "memory_limit_gib": 2.0, "groups": [2]}
+    limits = limits_of(parse_config({"plan": {**plan, "checkpointing": "edges", "micro_batches_per_wave": 3}}))
+    assert limits.allow == ("graph", "model") and limits.pin == {2: "model"} and limits.groups == (2,)
+    assert limits.memory_bytes == 2 * 2**30
+    assert limits.checkpointing == ("edges", "layer"), "no less than was asked for"
+    assert limits.fixed_waves == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        ({"mode": "auto", "allow": []}, "allow is empty"),
+        ({"mode": "auto", "allow": ["graph"], "pin": {1: "model"}}, "pin puts partition 1 into mode 'model'"),
+        ({"mode": "auto", "pin": {16: "model"}}, "plan.pin names partition 16, partition.parts is 16 (0 to 15)"),
+    ],
+)
+def test_limits_that_contradict_are_one_line(plan: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_config({"plan": plan})
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_has_no_effect_is_told() -> None:
+    config = parse_config({"plan": {"mode": "graph", "allow": ["graph"]}, "scheduler": {"window": 5}})
+    assert config.without_effect() == [
+        "plan.allow has no effect: plan.mode is graph, not auto or adaptive",
+        "scheduler.window has no effect: nothing is searched",
+    ]

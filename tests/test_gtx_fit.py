@@ -1,0 +1,116 @@
+"""The fit finds the rates of made-up steps, keeps what they cannot tell, and predicts what it has not seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gtx.fit import FACTORS, Observation, fit, observe
+from monitor import ExchangeRecord, StepRecord
+from scheduler.cost import Engine, busy_terms, estimate
+from scheduler.placing import place
+from scheduler.plan import MODES, Plan, fixed_plan
+from scheduler.topology import Device, Link, Topology
+from scheduler.workload import ModelShape, uniform_workload
+
+MODEL = ModelShape("GT", 32, 64, 4, 3, 16, 4, 20_000)
+WORK = uniform_workload(MODEL, [200.0] * 8, [2e4] * 8, 0.5, 4)
+DEVICE = Device(2e9, 1e9, 1e-3, 1e9, row_bytes_per_s=1e9, packed_bytes_per_s=1e8, message_s=1e-4)
+PRIOR = Topology((DEVICE,) * 2, Link(1e-4, 1e8), Link(1e-4, 1e8), 1e10, 0.0)
+
+
+def truth() -> Topology:
+    device = replace(
+        DEVICE,
+        row_flops_per_s=2e9 / 3.0,
+        row_bytes_per_s=1e9 / 3.0,
+        edge_bytes_per_s=1e9 / 0.5,
+        row_backward=2.0 * 4.0 / 3.0,
+        edge_backward=2.0 * 0.4 / 0.5,
+        visit_s=2e-3,
+        packed_bytes_per_s=1e8 / 1.5,
+        message_s=1.5e-4,
+    )
+    return replace(PRIOR, devices=(device,) * 2, step_s=0.02)
+
+
+def seen(mode: str, noise: float = 0.0, seed: int = 0, **options: object) -> Observation:
+    """What a machine like `truth` would show under a plan."""
+    plan = fixed_plan(mode, [1.0] * 8, 2, MODEL.layers, **options)  # type: ignore[arg-type]
+    return seen_under(plan, noise, seed)
+
+
+def seen_under(plan: Plan, noise: float = 0.0, seed: int = 0) -> Observation:
+    machine = truth()
+    terms = busy_terms(plan, WORK, machine, place(plan, WORK))
+    cost = estimate(plan, WORK, machine)
+    generator = np.random.default_rng(seed)
+    phases = []
+    for rank in range(2):
+        at = {name: float(values[rank]) for name, values in terms.items()}
+        exact = {
+            "rowwise": at["row_forward"] + at["visits"] / 3,
+            "edgewise": at["edge_forward"],
+            "backward": at["row_backward"] + at["edge_backward"] + at["visits"] * 2 / 3,
+            "exchange.kv": at["packing"] + cost.wait_s[rank],
+            "optimizer": cost.optimizer_s + cost.reduction_s + 0.02,
+        }
+        phases.append({name: s * (1 + noise * float(generator.standard_normal())) for name, s in exact.items()})
+    return Observation(plan, cost.step_s, tuple(phases), cost.wait_s, (0, 0))
+
+
+def test_rates_are_found_again() -> None:
+    made = fit(WORK, PRIOR, Engine(), [seen(mode) for mode in MODES] + [seen("graph", micro_batches_per_wave=1)])
+    assert set(made.factors) == set(FACTORS)
+    assert made.factors["row_forward"] == pytest.approx(3.0, rel=0.02)
+    assert made.factors["edge_forward"] == pytest.approx(0.5, rel=0.02)
+    assert made.factors["packing"] == pytest.approx(1.5, rel=0.02)
+    # Every plan here has as many edges a row: backward's shares cannot be told apart, their sum can.
+    assert made.condition > 1e3
+    assert max(made.errors) < 0.01 and max(made.held_out) < 0.02
+    assert made.topology.step_s == pytest.approx(0.02, rel=0.01)
+
+
+def test_what_was_not_seen_is_predicted_and_the_error_is_told() -> None:
+    observations = [seen(mode, noise=0.05, seed=i) for i, mode in enumerate(("graph", "model", "data"))]
+    made = fit(WORK, PRIOR, Engine(), observations)
+    assert len(made.held_out) == 3
+    other = seen("pipeline")
+    predicted = estimate(other.plan, WORK, made.topology).step_s
+    assert predicted == pytest.approx(other.step_s, rel=0.05)
+    assert abs(estimate(other.plan, WORK, PRIOR).step_s / other.step_s - 1) > 0.2, "the prior alone is far off"
+    told = made.as_dict()
+    assert told["held_out_error_max"] == max(made.held_out) and told["rows"] == made.rows > 0
+
+
+def test_what_no_step_shows_keeps_its_prior() -> None:
+    alone = replace(PRIOR, devices=PRIOR.devices[:1])
+    plan = fixed_plan("graph", [1.0] * 8, 1, MODEL.layers)
+    terms = busy_terms(plan, WORK, alone, place(plan, WORK))
+    phases = {"rowwise": 2 * float(terms["row_forward"][0]), "edgewise": 2 * float(terms["edge_forward"][0])}
+    made = fit(WORK, alone, Engine(), [Observation(plan, sum(phases.values()), (phases,), (0.0,), (0,))])
+    assert made.factors["packing"] == pytest.approx(1.0), "one rank passes nothing on"
+    assert made.factors["edge_backward"] == pytest.approx(1.0), "there was no backward"
+    assert made.factors["edge_forward"] == pytest.approx(2.0, rel=0.1)
+    assert made.held_out == ()
+    with pytest.raises(ValueError, match="at least one observation"):
+        fit(WORK, alone, Engine(), [])
+
+
+def test_an_observation_is_of_medians_and_of_the_slowest_rank() -> None:
+    plan = fixed_plan("graph", [1.0] * 8, 2, MODEL.layers)
+
+    def record(step: int, rank: int, wait_s: float, backward_s: float) -> StepRecord:
+        phases = {"rowwise": 1.0, "backward": backward_s, "exchange.kv": wait_s, "evaluate": 5.0}
+        exchange = ExchangeRecord("kv", 10, 10, wait_s, wait_s, 1)
+        wall_s = sum(phases.values())
+        return StepRecord(step, rank, wall_s, phases, (exchange,), 100 + step, 1, 1, 0.5, plan.fingerprint)
+
+    steps = [[record(s, 0, 0.5, 2.0 + s), record(s, 1, 0.25, 1.0)] for s in range(3)]
+    made = observe(plan, steps)
+    assert made.step_s == pytest.approx(1.0 + 3.0 + 0.5), "without evaluation"
+    assert made.phases[0]["backward"] == 3.0 and made.phases[1]["backward"] == 1.0
+    assert made.wait_s == (0.5, 0.25)
+    assert made.peak_memory_bytes == (102, 102)
