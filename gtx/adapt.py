@@ -69,6 +69,7 @@ class _Thoughts:
     workload: Workload
     topology: Topology
     found: Found
+    search_s: float  # of the first search
     observations: list[Observation] = field(default_factory=list)
     fitted: Fit | None = None
     controller: Controller | None = None
@@ -100,8 +101,9 @@ class Scheduled(Pilot):
         if world.rank == 0:
             try:
                 workload = count_workload(graph, batches.step(0), shape)
+                searching = time.perf_counter()
                 found = find_plan(config, workload, topology, self.engine, self.limits)
-                self._mind = _Thoughts(workload, topology, found)
+                self._mind = _Thoughts(workload, topology, found, time.perf_counter() - searching)
                 answer = [plan.as_dict() for plan in self._shortlist(found, num_steps)]
             except ValueError as error:
                 answer = str(error)
@@ -156,6 +158,7 @@ class Scheduled(Pilot):
             self.engine,
             limits,
             switch_cost_s=median([self._compile_s, *(switch["seconds"] for switch in mind.switches)]),
+            search_cost_s=mind.search_s,
             without=self.config.scheduler.without,
         )
 

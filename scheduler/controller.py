@@ -129,23 +129,17 @@ class _View:
 
 
 @dataclass(frozen=True)
-class _Considered:
-    """What was believed when a search found nothing worth a switch; the like of it needs no second search."""
+class _Searched:
+    """The last search under the running plan: what it was for, what was believed, what it found."""
 
-    step: int
-    triggers: tuple[str, ...]
+    triggers: frozenset[str]
     believed: Topology
-    plan_fingerprint: str
-    step_s: float
+    found: Found
 
-    def like(self, controller: Controller, triggers: tuple[str, ...], window: Window) -> bool:
-        if "review" in triggers or set(triggers) - set(self.triggers):
-            return False
-        if controller.plan.fingerprint != self.plan_fingerprint:
-            return False
-        pairs = [(window.step_s, self.step_s)]
-        now, then = controller.believed, self.believed
-        pairs += [(a.row_flops_per_s, b.row_flops_per_s) for a, b in zip(now.devices, then.devices, strict=True)]
+    def under(self, believed: Topology) -> bool:
+        """Whether what is believed now is about what was believed then."""
+        now, then = believed, self.believed
+        pairs = [(a.row_flops_per_s, b.row_flops_per_s) for a, b in zip(now.devices, then.devices, strict=True)]
         pairs += list(zip(now.slowness.flat, then.slowness.flat, strict=True))
         return all(abs(a / b - 1.0) < 0.15 for a, b in pairs)
 
@@ -166,10 +160,11 @@ class Controller:
         limits: Limits = Limits(),
         *,
         switch_cost_s: float = 1.0,
+        search_cost_s: float = 0.0,
         find: Search = search,
         without: Sequence[str] = (),
     ):
-        """switch_cost_s: what a switch is expected to cost until one was measured."""
+        """switch_cost_s: expected of a switch until one was measured. search_cost_s: what a search takes."""
         self.rules, self.workload, self.topology, self.engine, self.limits = rules, workload, topology, engine, limits
         self.plan, self.find, self.without = plan, find, tuple(without)
         self.decisions: list[Decision] = []
@@ -188,15 +183,19 @@ class Controller:
         self._reference_s: float | None = None  # the step when the plan had settled
         self._wait_reference_s: float | None = None
         self._bias: dict[str, float] = {}  # measured over predicted, of plans that ran
-        self._considered: _Considered | None = None
+        self.search_cost_s = search_cost_s
+        self._searched: _Searched | None = None
+        self._open = False  # the last search found something that only waits for the rule's clauses
+        self._fruitless = 0  # searches under the running plan that found nothing
+        self._waited_s = 0.0  # by the mean rank, since the last search
 
     # What the windows say ---------------------------------------------------------------------------------------------
 
     def wants_links(self, window: Window) -> bool:
         """Whether the links should be probed before `observe` is called with this window."""
         triggers = self._triggers(window, self._slowness(window))
-        known = self._considered is not None and self._considered.like(self, triggers, window)
-        return not self.stopped and not known and "exchange hotspot" in triggers
+        waited = self._waited_s + self._wait(window)
+        return not self.stopped and "exchange hotspot" in triggers and self._search_pays(triggers, waited)
 
     def observe(self, window: Window, steps_left: int) -> Decision:
         """Take in a window and decide. A `switch` or `return` is taken as done: the next window is of the new plan."""
@@ -206,6 +205,7 @@ class Controller:
                 f"{self.plan.fingerprint} is running; reduce windows plan by plan"
             )
         self._since_search += 1
+        self._waited_s += self._wait(window)
         slowness = self._slowness(window)
         triggers = self._triggers(window, slowness)
         self._believe(window, slowness)
@@ -222,9 +222,24 @@ class Controller:
         if not view.triggers:
             self._held, self._lost_s = 0, 0.0
             return self._stay(view, "no trigger")
-        if self._considered is not None and self._considered.like(self, view.triggers, window):
-            return self._stay(view, f"as after step {self._considered.step}, when nothing was worth a switch")
+        if not self._open and not self._search_pays(view.triggers, self._waited_s):
+            wanted = self.search_cost_s * 2**self._fruitless
+            return self._stay(view, f"searched for that before; {self._waited_s:.3g} s of {wanted:.3g} s waited since")
         return self._consider(view)
+
+    @staticmethod
+    def _wait(window: Window) -> float:
+        """Seconds that the mean rank waited in a window: what a better plan could win."""
+        steps = window.last_step - window.first_step + 1
+        return steps * sum(rank.wait_s for rank in window.ranks) / len(window.ranks)
+
+    def _search_pays(self, triggers: Sequence[str], waited_s: float) -> bool:
+        """Whether to search: for what was not searched for under this plan, else once as much was lost to waiting as a
+        search takes, twice as much after each that found nothing.
+        """
+        if self._searched is None or "review" in triggers or set(triggers) - self._searched.triggers:
+            return True
+        return waited_s >= self.search_cost_s * 2.0**self._fruitless
 
     def switched(self, cost_s: float) -> None:
         """Tell what the last switch took, in seconds."""
@@ -315,9 +330,38 @@ class Controller:
 
     def _consider(self, view: _View) -> Decision:
         """Search, and switch if every clause of the rule holds."""
-        rules, window = self.rules, view.window
-        self._since_search = 0
+        last = self._searched
+        if last is None or not self._open or set(view.triggers) - last.triggers:
+            return self._decide(view, self._search(view.triggers))
+        if self._lost_s >= self.cost_s and not last.under(self.believed):  # what is about to be taken shall be the best
+            return self._decide(view, self._search(view.triggers))
+        return self._decide(view, self._again(last.found))
+
+    def _again(self, found: Found) -> Found:
+        """The last search's plans under what is believed now."""
+        return replace(
+            found,
+            candidates=tuple(
+                candidate
+                if candidate.plan is None
+                else replace(
+                    candidate,
+                    estimate=estimate(candidate.plan, self.workload, self.believed, self.engine, without=self.without),
+                )
+                for candidate in found.candidates
+            ),
+        )
+
+    def _search(self, triggers: Sequence[str]) -> Found:
+        self._since_search, self._waited_s = 0, 0.0
         found = self.find(self.workload, self.believed, self.engine, self.limits, start=self.plan, without=self.without)
+        before = self._searched.triggers if self._searched is not None else frozenset()
+        self._searched = _Searched(before | set(triggers), self.believed, found)
+        return found
+
+    def _decide(self, view: _View, found: Found) -> Decision:
+        """Apply the rule to what was found."""
+        rules, window = self.rules, view.window
         usual = self._bias[self.plan.fingerprint]
         options = tuple(self._option(candidate, usual) for candidate in found.candidates)
         rated = [
@@ -342,14 +386,14 @@ class Controller:
             clauses += self._hysteresis(window, gain, view.steps_left)
         for holds, text in clauses:
             if not holds:
-                if not worth:  # time alone changes nothing about that
+                self._open = worth  # else time alone changes nothing about it
+                if not worth:
                     self._held = 0
-                    self._considered = _Considered(
-                        window.last_step, view.triggers, self.believed, self.plan.fingerprint, now
-                    )
+                    self._fruitless += 1
                 return self._stay(view, text, candidates=options, gain=gain)
         self._held += 1
         wanted = rules.hold if rules.hysteresis and not pressed and "first window" not in view.triggers else 1
+        self._open = True
         if self._held < wanted:
             return self._stay(view, f"held for {self._held} of {wanted} windows", candidates=options, gain=gain)
         rule = f"gain {gain:.4g} s a step ({gain / now:.1%}) over {view.steps_left} steps against {self.cost_s:.3g} s"
@@ -421,6 +465,7 @@ class Controller:
         self._last_switch = view.window.last_step
         self._held, self._lost_s = 0, 0.0
         self._reference_s = self._wait_reference_s = None
+        self._searched, self._open, self._fruitless, self._waited_s = None, False, 0, 0.0
         return decision
 
     def _stay(
