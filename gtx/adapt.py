@@ -278,15 +278,21 @@ class Scheduled(Pilot):
             }
             for c in mind.found.candidates
         ]
-        base["probes"] = [
-            {
-                "plan": o.plan.fingerprint,
-                "family": family_of(o.plan),
-                "measured_s": o.step_s,
-                "predicted_s": estimate(o.plan, mind.workload, topology, self.engine).step_s,
-            }
-            for o in mind.observations
-        ]
+        if mind.fitted is not None:
+            held_out = mind.fitted.held_out or (None,) * len(mind.fitted.seen)
+            base["probes"] = [
+                {
+                    "plan": o.plan.fingerprint,
+                    "family": family_of(o.plan),
+                    "measured_s": o.step_s,
+                    "predicted_s": predicted.step_s,
+                    "held_out_s": unseen and unseen.step_s,
+                    "measured_memory_bytes": max(o.peak_memory_bytes),
+                    "predicted_memory_bytes": predicted.memory_bytes,
+                    "held_out_memory_bytes": unseen and unseen.memory_bytes,
+                }
+                for o, predicted, unseen in zip(mind.fitted.seen, mind.fitted.fitted, held_out, strict=True)
+            ]
         if mind.controller is not None:
             base["windows"] = mind.seen
             base["decisions"] = [d.as_dict() for d in mind.controller.decisions]

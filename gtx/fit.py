@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from monitor import StepRecord
-from scheduler.cost import Engine, busy_terms, estimate, optimizer_s, reduction_s
+from scheduler.cost import Engine, busy_terms, estimate, optimizer_s, reduction_s, state_bytes
 from scheduler.placing import place
 from scheduler.plan import Plan
 from scheduler.topology import Device, Topology
@@ -38,28 +38,58 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What a fit predicts for an observation: the step, and the peak of the rank that needs most."""
+
+    step_s: float
+    memory_bytes: float
+
+    def errors(self, seen: Observation) -> tuple[float, float]:
+        """Relative errors of the step and of the peak; a peak that was not measured counts none."""
+        peak = max(seen.peak_memory_bytes)
+        return abs(self.step_s / seen.step_s - 1.0), abs(self.memory_bytes / peak - 1.0) if peak else 0.0
+
+
+@dataclass(frozen=True)
 class Fit:
     """Fitted rates. factors: what each term of the prior was multiplied by. condition: of the rows without the prior.
 
-    errors: relative error of the predicted step on each observation that was fitted. held_out: on each when the rates
-    were fitted to the others; none with one observation.
+    fitted: what is predicted of each observation. held_out: of each when the rates were fitted to the others; none with
+    one observation. errors, held_out_errors: of their steps.
     """
 
     topology: Topology
     factors: dict[str, float]
     condition: float
     rows: int
-    errors: tuple[float, ...]
-    held_out: tuple[float, ...] = ()
+    seen: tuple[Observation, ...]
+    fitted: tuple[Predicted, ...]
+    held_out: tuple[Predicted, ...] = ()
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        return tuple(p.errors(o)[0] for p, o in zip(self.fitted, self.seen, strict=True))
+
+    @property
+    def held_out_errors(self) -> tuple[float, ...]:
+        return tuple(p.errors(o)[0] for p, o in zip(self.held_out, self.seen, strict=False))
 
     def as_dict(self) -> dict[str, Any]:
+        told = {"held_out_error_median": None, "held_out_error_max": None, "held_out_memory_error_max": None}
+        if self.held_out:
+            pairs = [p.errors(o) for p, o in zip(self.held_out, self.seen, strict=True)]
+            steps, peaks = zip(*pairs, strict=True)
+            told = {
+                "held_out_error_median": median(steps),
+                "held_out_error_max": max(steps),
+                "held_out_memory_error_max": max(peaks),
+            }
         return {
             "factors": self.factors,
             "condition": self.condition if np.isfinite(self.condition) else None,
             "rows": self.rows,
             "fitted_error_median": median(self.errors) if self.errors else None,
-            "held_out_error_median": median(self.held_out) if self.held_out else None,
-            "held_out_error_max": max(self.held_out) if self.held_out else None,
+            **told,
         }
 
 
@@ -89,7 +119,7 @@ def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[O
     held_out = []
     for i, observation in enumerate(seen):
         others = _fit(workload, topology, engine, [*seen[:i], *seen[i + 1 :]])
-        held_out.append(_error(observation, workload, others.topology, engine))
+        held_out.append(_predict(observation, workload, others.topology, engine))
     return replace(made, held_out=tuple(held_out))
 
 
@@ -107,15 +137,40 @@ def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[
     solved, _ = nnls(matrix, wanted)
     factors = {name: float(min(max(value, 0.02), 50.0)) for name, value in zip(FACTORS, solved, strict=True)}
     scaled = replace(topology, devices=tuple(_scaled(device, factors) for device in topology.devices))
-    scaled = replace(scaled, step_s=_rest(workload, scaled, engine, seen))
+    scaled = replace(_with_memory(workload, scaled, engine, seen), step_s=_rest(workload, scaled, engine, seen))
     used = table[:, (table > 0).any(axis=0)]
     condition = float(np.linalg.cond(used)) if used.size else float("inf")
-    errors = tuple(_error(observation, workload, scaled, engine) for observation in seen)
-    return Fit(scaled, factors, condition, len(table), errors)
+    fitted = tuple(_predict(observation, workload, scaled, engine) for observation in seen)
+    return Fit(scaled, factors, condition, len(table), tuple(seen), fitted)
 
 
-def _error(seen: Observation, workload: Workload, topology: Topology, engine: Engine) -> float:
-    return abs(estimate(seen.plan, workload, topology, engine).step_s / seen.step_s - 1.0)
+def _predict(seen: Observation, workload: Workload, topology: Topology, engine: Engine) -> Predicted:
+    cost = estimate(seen.plan, workload, topology, engine)
+    return Predicted(cost.step_s, max(cost.memory_bytes))
+
+
+def _with_memory(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Topology:
+    """The topology with what is resident and held as the peaks say: `peak = states + resident + held x formula`.
+
+    Least squares over plans and ranks, relative to each peak, with a weak prior at what the topology says.
+    """
+    model, size = workload.model, topology.world_size
+    states = state_bytes(model.parameters, engine.zero_stage, size, engine.offload)
+    before = float(np.mean([device.resident_bytes for device in topology.devices]))
+    rows, wanted = [], []
+    for observation in seen:
+        formula = np.array(estimate(observation.plan, workload, topology, engine).memory_bytes)
+        formula -= states + np.array([device.resident_bytes for device in topology.devices])
+        for rank, peak in enumerate(observation.peak_memory_bytes):
+            if peak > 0:
+                rows.append([before / peak, float(formula[rank]) / topology.held / peak])
+                wanted.append((peak - states) / peak)
+    if not rows or before <= 0:
+        return topology
+    prior = np.sqrt(PRIOR_WEIGHT)
+    solved, _ = nnls(np.vstack([rows, prior * np.eye(2)]), np.array([*wanted, prior, prior * topology.held]))
+    resident, held = before * float(solved[0]), float(min(max(solved[1], 0.1), 10.0))
+    return replace(topology, devices=tuple(replace(d, resident_bytes=resident) for d in topology.devices), held=held)
 
 
 def _rows(terms: dict[str, float], phases: dict[str, float], seen: Observation, rank: int) -> list[list[float]]:

@@ -357,7 +357,7 @@ def optimizer_s(parameters: int, topology: Topology, engine: Engine) -> float:
 
 
 def memory_bytes(plan: Plan, workload: Workload, placed: Loads, topology: Topology, engine: Engine) -> Array:
-    """Peak bytes of each rank `[P]`: what was there before, states, and the activations of the fullest round."""
+    """Peak bytes of each rank `[P]`: what was there before, states, `held` times the fullest round's activations."""
     model = workload.model
     held = activation_bytes(model, placed.src_rows, placed.halo_rows, plan.checkpointing).sum(axis=1)  # [W, P]
     live = activation_bytes(model, placed.src_rows, placed.halo_rows, "none").max(axis=1)
@@ -366,7 +366,7 @@ def memory_bytes(plan: Plan, workload: Workload, placed: Loads, topology: Topolo
     per_round = [held[list(waves)].sum(axis=0) for waves in plan.rounds(held.shape[0])]
     states = state_bytes(model.parameters, engine.zero_stage, plan.world_size, engine.offload)
     resident = np.array([device.resident_bytes for device in topology.devices])
-    peak: Array = np.max(per_round, axis=0) + states + resident
+    peak: Array = topology.held * np.max(per_round, axis=0) + states + resident
     return peak
 
 

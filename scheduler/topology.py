@@ -83,8 +83,8 @@ class Link:
 class Topology:
     """devices: one a rank. same_host, between_hosts: links. optimizer_bytes_per_s: of an optimizer step's memory
     traffic. step_s: what a step costs beside all that. host_bytes_per_s: between device and host, for offload.
-    slow_links: (rank, rank, times slower) of links that are slower than their kind. made: date and command, or "by
-    hand".
+    slow_links: (rank, rank, times slower) of links that are slower than their kind. held: bytes that activations take
+    over what the formula counts. made: date and command, or "by hand".
     """
 
     devices: tuple[Device, ...]
@@ -94,6 +94,7 @@ class Topology:
     step_s: float
     host_bytes_per_s: float = FREE
     slow_links: tuple[tuple[int, int, float], ...] = ()
+    held: float = 1.0
     made: str = "by hand"
 
     def __post_init__(self) -> None:
@@ -174,6 +175,7 @@ def check_topology(topology: Topology) -> None:
         _require(link.bytes_per_s > 0, f"topology.{where}.bytes_per_s", link.bytes_per_s, "positive")
     for name in ("optimizer_bytes_per_s", "host_bytes_per_s"):
         _require(getattr(topology, name) > 0, f"topology.{name}", getattr(topology, name), "positive")
+    _require(topology.held > 0, "topology.held", topology.held, "positive")
     _require(topology.step_s >= 0, "topology.step_s", topology.step_s, "at least 0")
     size = len(topology.devices)
     for i, (a, b, times_slower) in enumerate(topology.slow_links):

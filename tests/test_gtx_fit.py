@@ -9,7 +9,7 @@ import pytest
 
 from gtx.fit import FACTORS, Observation, fit, observe
 from monitor import ExchangeRecord, StepRecord
-from scheduler.cost import Engine, busy_terms, estimate
+from scheduler.cost import Engine, busy_terms, estimate, state_bytes
 from scheduler.placing import place
 from scheduler.plan import MODES, Plan, fixed_plan
 from scheduler.topology import Device, Link, Topology
@@ -17,7 +17,8 @@ from scheduler.workload import ModelShape, uniform_workload
 
 MODEL = ModelShape("GT", 32, 64, 4, 3, 16, 4, 20_000)
 WORK = uniform_workload(MODEL, [200.0] * 8, [2e4] * 8, 0.5, 4)
-DEVICE = Device(2e9, 1e9, 1e-3, 1e9, row_bytes_per_s=1e9, packed_bytes_per_s=1e8, message_s=1e-4)
+STATES = state_bytes(MODEL.parameters, 0, 2, offload=False)
+DEVICE = Device(2e9, 1e9, 1e-3, 1e9, row_bytes_per_s=1e9, packed_bytes_per_s=1e8, message_s=1e-4, resident_bytes=3e6)
 PRIOR = Topology((DEVICE,) * 2, Link(1e-4, 1e8), Link(1e-4, 1e8), 1e10, 0.0)
 
 
@@ -58,7 +59,9 @@ def seen_under(plan: Plan, noise: float = 0.0, seed: int = 0) -> Observation:
             "optimizer": cost.optimizer_s + cost.reduction_s + 0.02,
         }
         phases.append({name: s * (1 + noise * float(generator.standard_normal())) for name, s in exact.items()})
-    return Observation(plan, cost.step_s, tuple(phases), cost.wait_s, (0, 0))
+    formula = np.array(estimate(plan, WORK, PRIOR).memory_bytes) - DEVICE.resident_bytes - STATES
+    peaks = tuple(round(5e6 + STATES + 1.6 * activations) for activations in formula)
+    return Observation(plan, cost.step_s, tuple(phases), cost.wait_s, peaks)
 
 
 def test_rates_are_found_again() -> None:
@@ -69,8 +72,19 @@ def test_rates_are_found_again() -> None:
     assert made.factors["packing"] == pytest.approx(1.5, rel=0.02)
     # Every plan here has as many edges a row: backward's shares cannot be told apart, their sum can.
     assert made.condition > 1e3
-    assert max(made.errors) < 0.01 and max(made.held_out) < 0.02
+    assert max(made.errors) < 0.01 and max(made.held_out_errors) < 0.02
     assert made.topology.step_s == pytest.approx(0.02, rel=0.01)
+
+
+def test_memory_is_what_was_there_and_a_multiple_of_the_formula() -> None:
+    observations = [seen(mode) for mode in MODES]
+    made = fit(WORK, PRIOR, Engine(), observations)
+    assert made.topology.held == pytest.approx(1.6, rel=0.05)
+    assert [device.resident_bytes for device in made.topology.devices] == pytest.approx([5e6, 5e6], rel=0.02)
+    for predicted, observation in zip(made.held_out, observations, strict=True):
+        assert predicted.errors(observation)[1] < 0.02
+    blind = [replace(observation, peak_memory_bytes=(0, 0)) for observation in observations]
+    assert fit(WORK, PRIOR, Engine(), blind).topology.held == 1.0, "what was not measured changes nothing"
 
 
 def test_what_was_not_seen_is_predicted_and_the_error_is_told() -> None:
@@ -82,7 +96,7 @@ def test_what_was_not_seen_is_predicted_and_the_error_is_told() -> None:
     assert predicted == pytest.approx(other.step_s, rel=0.05)
     assert abs(estimate(other.plan, WORK, PRIOR).step_s / other.step_s - 1) > 0.2, "the prior alone is far off"
     told = made.as_dict()
-    assert told["held_out_error_max"] == max(made.held_out) and told["rows"] == made.rows > 0
+    assert told["held_out_error_max"] == max(made.held_out_errors) and told["rows"] == made.rows > 0
 
 
 def test_what_no_step_shows_keeps_its_prior() -> None:
