@@ -25,6 +25,7 @@ from monitor import StepRecord, Window, reduce_window
 from scheduler.controller import Controller, Rules
 from scheduler.cost import Engine, Estimate, estimate
 from scheduler.plan import CHECKPOINTING, Plan, from_dict
+from scheduler.plan import from_json as plan_from_json
 from scheduler.remedies import explain_nothing_fits, remedies
 from scheduler.search import Found, Limits, family_of, greedy_family, search
 from scheduler.topology import Topology, topology_from_json
@@ -90,7 +91,10 @@ class Scheduled(Pilot):
         num_steps: int,
         say: Say,
     ):
-        """Raises ValueError on every rank, with remedies, if no plan fits. A collective."""
+        """Raises ValueError on every rank, with remedies, if no plan fits. A collective.
+
+        A plan file is where an adaptive run starts: nothing is tried, and its first window gives the rates.
+        """
         began = time.perf_counter()
         self.config, self.world, self.say = config, world, say
         self.engine = engine_of(config)
@@ -104,7 +108,11 @@ class Scheduled(Pilot):
                 searching = time.perf_counter()
                 found = find_plan(config, workload, topology, self.engine, self.limits)
                 self._mind = _Thoughts(workload, topology, found, time.perf_counter() - searching)
-                answer = [plan.as_dict() for plan in self._shortlist(found, num_steps)]
+                given = config.plan.file
+                start = self._shortlist(found, num_steps)
+                if given is not None:
+                    start = [given_plan(given, config, graph, world.size)]
+                answer = [plan.as_dict() for plan in start]
             except ValueError as error:
                 answer = str(error)
         answer = world.gather_facts(answer)[0]
@@ -113,7 +121,8 @@ class Scheduled(Pilot):
         assert answer is not None
         self._queue = [from_dict(data) for data in answer]
         super().__init__(self._queue[0], config.plan.mode)
-        self._probing = len(self._queue) > 1 or (config.scheduler.probe_steps > 0 and self._long_enough(num_steps))
+        tries = config.scheduler.probe_steps > 0 and self._long_enough(num_steps) and config.plan.file is None
+        self._probing = len(self._queue) > 1 or tries
         self._extra = True  # one plan more may be tried once rates are fitted
         self._steps: list[Sequence[StepRecord]] = []
         self._window_before: Window | None = None
@@ -145,8 +154,13 @@ class Scheduled(Pilot):
             return [plan for _, _, plan in rated]
         return [plan for seconds, _, plan in rated if seconds <= 2.0 * rated[0][0]][: settings.probe_plans]
 
-    def _watch(self, mind: _Thoughts) -> Controller:
-        """The controller of the plan that was chosen; a switch is priced at what the start and the probes took."""
+    def _watch(self, mind: _Thoughts, steps: Sequence[Sequence[StepRecord]]) -> Controller:
+        """The controller of the plan that was chosen; a switch is priced at what the start and the probes took.
+
+        Where no plan was tried, the first window gives the rates.
+        """
+        if mind.fitted is None:
+            mind.topology = fit(mind.workload, mind.topology, self.engine, [observe(self.plan, steps)]).topology
         limits = self.limits
         if not self.config.scheduler.modes:
             limits = replace(limits, allow=tuple(dict.fromkeys(place.mode for place in self.plan.partitions)))
@@ -230,7 +244,7 @@ class Scheduled(Pilot):
         mind = self._mind
         wants = None
         if mind is not None:
-            mind.controller = mind.controller or self._watch(mind)
+            mind.controller = mind.controller or self._watch(mind, steps)
             wants = mind.controller.wants_links(window)
         if self.world.gather_facts(wants)[0]:
             window = replace(window, links=probe_links(self.world))
@@ -357,6 +371,33 @@ def the_topology(config: Config, world: World, shape: ModelShape, graph: Partiti
         return read_topology(config.plan.topology, world.size, "plan.topology")
     rows = graph.graph.num_nodes // world.size
     return calibrate(config, world, shape, "at the start of a run", rows)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan file. Raises ValueError with one line naming the file."""
+    try:
+        return plan_from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read plan.file {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"plan.file {path}: {error}") from None
+
+
+def given_plan(path: Path, config: Config, graph: PartitionedGraph, world_size: int) -> Plan:
+    """The plan file of a run. Raises ValueError with one line that names the file if it does not suit the run."""
+    made = read_plan(path)
+    if made.world_size != world_size:
+        raise ValueError(f"plan.file {path} is for {made.world_size} ranks, {world_size} were launched; launch as many")
+    if made.num_layers != config.model.layers:
+        raise ValueError(
+            f"plan.file {path} has {made.num_layers} layers, model.layers is {config.model.layers}; make them equal"
+        )
+    if made.num_partitions != graph.num_parts:
+        raise ValueError(
+            f"plan.file {path} places {made.num_partitions} partitions, partition.parts is {graph.num_parts}; "
+            "make them equal"
+        )
+    return made
 
 
 def read_topology(path: Path, world_size: int, key: str = "--topology") -> Topology:

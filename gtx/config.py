@@ -119,7 +119,8 @@ PlanMode = Literal["graph", "model", "pipeline", "data"]
 class PlanConfig(_Section):
     """mode: one family for all partitions, `mixed`, `auto` (searched once) or `adaptive` (watched all along).
 
-    file: a plan in JSON instead. For auto and adaptive: allow: modes that may be used. pin: partition -> mode.
+    file: a plan in JSON instead; with adaptive the one to start under. For auto and adaptive:
+    allow: modes that may be used. pin: partition -> mode.
     memory_limit_gib: what a rank may use, the device's memory if null. topology: a file of `launch.py calibrate`;
     measured at the start if null. groups: sizes of groups, any divisor of the world size if null.
     """
@@ -147,7 +148,7 @@ class PlanConfig(_Section):
     @property
     def searched(self) -> bool:
         """Whether the scheduler makes the plan."""
-        return self.file is None and self.mode in ("auto", "adaptive")
+        return self.mode == "adaptive" or (self.mode == "auto" and self.file is None)
 
 
 class SchedulerConfig(_Section):
@@ -289,7 +290,7 @@ class Config(_Section):
     def without_effect(self) -> list[str]:
         """A line for every setting that was given and does nothing beside the others."""
         lines = []
-        if self.plan.file is not None:
+        if self.plan.file is not None and not self.plan.searched:
             given = sorted(self.plan.model_fields_set - {"file"})
             lines += [f"plan.{key} has no effect: plan.file {self.plan.file} decides" for key in given]
         elif not self.plan.searched:

@@ -167,7 +167,7 @@ def _with_memory(workload: Workload, topology: Topology, engine: Engine, seen: S
                 wanted.append((peak - states) / peak)
     if not rows or before <= 0:
         return topology
-    prior = np.sqrt(PRIOR_WEIGHT)
+    prior = 0.1 * np.sqrt(PRIOR_WEIGHT)  # plans differ little in what they hold
     solved, _ = nnls(np.vstack([rows, prior * np.eye(2)]), np.array([*wanted, prior, prior * topology.held]))
     resident, held = before * float(solved[0]), float(min(max(solved[1], 0.1), 10.0))
     return replace(topology, devices=tuple(replace(d, resident_bytes=resident) for d in topology.devices), held=held)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import yaml
 
-from gtx.adapt import Pilot, Scheduled
+from gtx.adapt import Pilot, Scheduled, given_plan, read_plan
 from gtx.batches import BatchPlanner
 from gtx.config import Config
 from gtx.engine import DTYPES, make_engine
@@ -46,51 +46,26 @@ from monitor import (
     peak_memory_bytes,
     reset_peak_memory,
 )
-from scheduler.plan import Plan, deal, fixed_plan, from_json
+from scheduler.plan import Plan, deal, fixed_plan
 from sparse_engine import resolve_backend
 
 
 def make_plan(config: Config, graph: PartitionedGraph, world_size: int) -> Plan:
     """The plan the config asks for. Raises ValueError with one line if a plan file does not fit the run."""
     plan = config.plan
-    if plan.file is None:
-        if plan.mode == "auto" or plan.mode == "adaptive":
-            raise ValueError(f"plan.mode {plan.mode} is made by the scheduler, not here")
-        return fixed_plan(
-            plan.mode,
-            partition_work(graph),
-            world_size,
-            config.model.layers,
-            micro_batches_per_wave=plan.micro_batches_per_wave,
-            waves_per_round=plan.waves_per_round,
-            checkpointing=plan.checkpointing,
-        )
-    made = read_plan(plan.file)
-    if made.world_size != world_size:
-        raise ValueError(
-            f"plan.file {plan.file} is for {made.world_size} ranks, {world_size} were launched; launch as many"
-        )
-    if made.num_layers != config.model.layers:
-        raise ValueError(
-            f"plan.file {plan.file} has {made.num_layers} layers, model.layers is {config.model.layers}; "
-            "make them equal"
-        )
-    if made.num_partitions != graph.num_parts:
-        raise ValueError(
-            f"plan.file {plan.file} places {made.num_partitions} partitions, partition.parts is {graph.num_parts}; "
-            "make them equal"
-        )
-    return made
-
-
-def read_plan(path: Path) -> Plan:
-    """Read a plan file. Raises ValueError with one line naming the file."""
-    try:
-        return from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read plan.file {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"plan.file {path}: {error}") from None
+    if plan.file is not None:
+        return given_plan(plan.file, config, graph, world_size)
+    if plan.mode == "auto" or plan.mode == "adaptive":
+        raise ValueError(f"plan.mode {plan.mode} is made by the scheduler, not here")
+    return fixed_plan(
+        plan.mode,
+        partition_work(graph),
+        world_size,
+        config.model.layers,
+        micro_batches_per_wave=plan.micro_batches_per_wave,
+        waves_per_round=plan.waves_per_round,
+        checkpointing=plan.checkpointing,
+    )
 
 
 def run_training(config: Config, run_dir: Path | None, command: str) -> None:

@@ -1,0 +1,306 @@
+"""What adapting is worth: a rank slows, a link fills, or the start is bad, while a real run trains on two ranks.
+
+`rank`: another process is pinned to rank 1's core from a step on. `link`: the ranks sit in network namespaces joined by
+veth, and a token-bucket filter throttles it from a step on (needs root and iproute2). `hub`: a power-law graph cut into
+few parts starts under a graph plan that no moving of parts can balance. Each is run adaptively, adaptively without
+changes of mode, under every fixed mode and under the plan that is searched for the machine after the event; all runs of
+a scenario see the same event at the same step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from common import RESULTS, ROOT, free_port, write
+
+from gtx.report import load_report
+from scheduler.plan import from_json
+from scheduler.search import family_of
+from scheduler.topology import topology_from_json
+
+COMMON = [
+    "engine.name=torch",
+    "engine.zero_stage=0",
+    "engine.threads=1",
+    "train.eval_every=0",
+    "monitor.progress=false",
+]
+WINDOW = 5
+ADAPTIVE = ["plan.mode=adaptive", f"scheduler.window={WINDOW}"]
+FIXED = ("graph", "model", "pipeline", "data")
+SPACES = ("gtx-a", "gtx-b")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """settings: of the job. event: step at which it happens, 0 for a bad start. slowed: times slower, for the search of
+    the plan that is best afterwards.
+    """
+
+    settings: tuple[str, ...]
+    steps: int
+    event: int
+    slowed: float = 1.0
+
+
+SBM = "data.options={num_nodes: 20000, num_edges: 200000, num_blocks: 16, homophily: 0.9}"
+SCENARIOS = {
+    "rank": Scenario(("data.name=sbm", SBM, "sampling.fanout=10"), 120, 40, 2.0),
+    "link": Scenario(
+        ("data.name=sbm", SBM, "sampling.fanout=10", "batch.kind=cluster", "batch.parts=8", "batch.micro_batches=3"),
+        100,
+        40,
+        40.0,
+    ),
+    "hub": Scenario(
+        ("data.name=rmat", "data.options={num_nodes: 8192, num_edges: 500000}", "partition.parts=4"),
+        60,
+        0,
+    ),
+}
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def start(command: Sequence[str], rank: int, port: int, spaces: bool, folder: Path) -> subprocess.Popen[bytes]:
+    """One rank, pinned to its core, in its namespace if there are any."""
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    env |= {"MASTER_ADDR": "10.77.0.1" if spaces else "127.0.0.1", "MASTER_PORT": str(port)}
+    prefix = ["taskset", "-c", str(rank)]
+    if spaces:
+        env["GLOO_SOCKET_IFNAME"] = f"veth{rank}"
+        prefix = ["ip", "netns", "exec", SPACES[rank], *prefix]
+    out = (folder / f"rank-{rank}.log").open("wb")
+    return subprocess.Popen([*prefix, *command], env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
+
+
+def steps_done(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.csv"
+    return max(metrics.read_text().count("\n") - 1, 0) if metrics.exists() else 0
+
+
+def train(scenario: Scenario, name: str, overrides: Sequence[str], folder: Path) -> Path:
+    """Run once; the event happens at its step and ends with the run. Returns the run folder."""
+    run_dir = folder / "run"
+    folder.mkdir()
+    command = [sys.executable, str(ROOT / "launch.py"), "train", str(ROOT / "configs/digits_gt.yaml"), *COMMON]
+    command += [*scenario.settings, f"train.steps={scenario.steps}", f"partition.cache={folder.parent}/cut", *overrides]
+    port = free_port()
+    with EVENTS[name]() as happen:
+        ranks = [start([*command, "--run-dir", str(run_dir)], rank, port, name == "link", folder) for rank in (0, 1)]
+        happened = scenario.event == 0
+        while any(rank.poll() is None for rank in ranks):
+            time.sleep(0.05)
+            if not happened and steps_done(run_dir) >= scenario.event:
+                happen()
+                happened = True
+            if any(rank.poll() for rank in ranks):
+                time.sleep(5)
+                for rank in ranks:
+                    rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("\n".join((folder / f"rank-{rank}.log").read_text()[-2000:] for rank in (0, 1)))
+    return run_dir
+
+
+@contextmanager
+def nothing() -> Iterator[Callable[[], None]]:
+    yield lambda: None
+
+
+@contextmanager
+def busy_core() -> Iterator[Callable[[], None]]:
+    """A process that never rests, on rank 1's core."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def happen() -> None:
+        started.append(subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"]))
+
+    try:
+        yield happen
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def throttled_link() -> Iterator[Callable[[], None]]:
+    """Two namespaces with an address each; the event fills the link's bucket at 100 Mbit/s."""
+
+    def ip(*words: str, check: bool = True) -> None:
+        subprocess.run(["ip", *words], check=check, capture_output=not check)
+
+    for space in SPACES:
+        ip("netns", "del", space, check=False)
+        ip("netns", "add", space)
+        ip("-n", space, "link", "set", "lo", "up")
+    ip("link", "add", "veth0", "netns", SPACES[0], "type", "veth", "peer", "name", "veth1", "netns", SPACES[1])
+    for i, space in enumerate(SPACES):
+        ip("-n", space, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"veth{i}")
+        ip("-n", space, "link", "set", f"veth{i}", "up")
+
+    def happen() -> None:
+        for i, space in enumerate(SPACES):
+            shape = ["tbf", "rate", "100mbit", "burst", "64kb", "latency", "400ms"]
+            subprocess.run(
+                ["ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", f"veth{i}", "root", *shape], check=True
+            )
+
+    try:
+        yield happen
+    finally:
+        for space in SPACES:
+            ip("netns", "del", space, check=False)
+
+
+EVENTS = {"rank": busy_core, "link": throttled_link, "hub": nothing}
+
+
+# Comparing ------------------------------------------------------------------------------------------------------------
+
+
+def machine_after(name: str, scenario: Scenario, report: dict[str, object], folder: Path) -> Path:
+    """The topology that a run fitted before the event, as it is afterwards."""
+    block = report["scheduler"]
+    assert isinstance(block, dict)
+    topology = topology_from_json(json.dumps({"format": "gtx-topology/1", **block["topology"]}))
+    if name == "rank":
+        topology = topology.with_speeds([1.0, scenario.slowed])
+    path = folder / "after.json"
+    data = json.loads(topology.to_json())
+    if name == "link":
+        data["slow_links"] = [[0, 1, max(data["same_host"]["bytes_per_s"] / 12.5e6, 1.0)]]
+    path.write_text(json.dumps(data))
+    return path
+
+
+def best_after(name: str, scenario: Scenario, machine: Path, folder: Path) -> Path:
+    """The plan that a search finds for the machine after the event."""
+    out = folder / "best.json"
+    command = [sys.executable, str(ROOT / "launch.py"), "plan", str(ROOT / "configs/digits_gt.yaml"), *COMMON]
+    command += [*scenario.settings, f"partition.cache={folder}/cut", "plan.mode=auto", "--world-size", "2"]
+    subprocess.run([*command, "--topology", str(machine), "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
+def steps_of(run_dir: Path) -> pd.Series:
+    """Seconds of each step, of its slowest rank, without evaluation."""
+    rows = [json.loads(line) for line in (run_dir / "records.jsonl").read_text().splitlines()]
+    frame = pd.DataFrame({"step": r["step"], "s": r["wall_s"] - r["phases"].get("evaluate", 0.0)} for r in rows)
+    return frame.groupby("step").s.max()
+
+
+def outcome(name: str, scenario: Scenario, label: str, run_dir: Path) -> dict[str, object]:
+    report = load_report(run_dir)
+    seconds = steps_of(run_dir)
+    block = report["scheduler"]
+    plans = [from_json(path.read_text()) for path in sorted(run_dir.glob("plan-*.json"), key=lambda p: int(p.stem[5:]))]
+    later = [entry for entry in block["decisions"] if entry["verdict"] in ("switch", "return")]
+    settled = scenario.event + 3 * WINDOW + 1
+    spent = block["spent_s"]
+    return {
+        "scenario": name,
+        "plan": label,
+        "before, s": float(seconds[2 : max(scenario.event, 3)].median()) if scenario.event else float("nan"),
+        "three windows later, s": float(seconds[settled : settled + 2 * WINDOW].median()),
+        "at the end, s": float(seconds[-4 * WINDOW :].median()),
+        "all steps, s": float(seconds[1:].sum()),
+        "from the event, s": float(seconds[max(scenario.event, 1) :].sum()),
+        "switches": len(later),
+        "first switch at": later[0]["step"] + 1 if later else "-",
+        "plans": " > ".join(dict.fromkeys(family_of(plan) for plan in plans[-1 - len(later) :])),
+        "own cost, %": 100 * (spent["controller"] + spent["monitor"]) / max(block["seconds"], 1e-9),
+    }
+
+
+def compare(name: str, repeats: int, folder: Path) -> pd.DataFrame:
+    scenario = SCENARIOS[name]
+    rows = []
+    base = list(ADAPTIVE)
+    bad = folder / "bad.json"
+    if name == "hub":  # the plan of the mode graph is the bad start
+        command = [sys.executable, str(ROOT / "launch.py"), "plan", str(ROOT / "configs/digits_gt.yaml"), *COMMON]
+        command += [*scenario.settings, f"partition.cache={folder}/cut", "--world-size", "2", "--out", str(bad)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        base.append(f"plan.file={bad}")
+    best: Path | None = None
+    for repeat in range(repeats):
+        cases = {"adaptive": base, "adaptive, modes fixed": [*base, "scheduler.modes=false"]}
+        cases |= {mode: [f"plan.mode={mode}"] for mode in FIXED}
+        for label, overrides in cases.items():
+            run_dir = train(
+                scenario, name, overrides, folder / f"{label.replace(', ', '-').replace(' ', '-')}-{repeat}"
+            )
+            if best is None:
+                best = best_after(name, scenario, machine_after(name, scenario, load_report(run_dir), folder), folder)
+            rows.append(outcome(name, scenario, label, run_dir))
+            print(pd.DataFrame(rows).round(3).to_string(), flush=True)
+        run_dir = train(scenario, name, [f"plan.file={best}"], folder / f"best-{repeat}")
+        family = family_of(from_json(best.read_text()))
+        rows.append(outcome(name, scenario, f"best afterwards ({family})", run_dir))
+        print(pd.DataFrame(rows).round(3).to_string(), flush=True)
+    return pd.DataFrame(rows)
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """How much of the gap to the best plan was closed, and how it ended beside the fixed plans."""
+    middle = table.groupby("plan")[["three windows later, s", "at the end, s", "all steps, s"]].median()
+    adaptive = middle.loc["adaptive"]
+    kept = middle.loc["graph"] if "graph" in middle.index else adaptive
+    fixed = middle.drop(index=[i for i in middle.index if i.startswith("adaptive")])
+    best = fixed["at the end, s"].min()
+    gap = kept["at the end, s"] - best
+    closed = (kept["at the end, s"] - adaptive["three windows later, s"]) / gap
+    still = (kept["at the end, s"] - middle.loc["adaptive, modes fixed"]["at the end, s"]) / gap
+    ahead = fixed["all steps, s"].min() / adaptive["all steps, s"]
+    return (
+        f"Of the gap between the graph plan and the best fixed plan after the event, adaptive closed {closed:.0%} "
+        f"three windows later, {still:.0%} at the end with modes fixed. The fastest fixed run took {ahead:.2f} times as long "
+        f"in all ({fixed['all steps, s'].idxmin()})."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scenarios", default="rank,link,hub")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="a folder for the runs")
+    options = parser.parse_args()
+    parts, tables = [], []
+    for name in options.scenarios.split(","):
+        folder = (options.keep or Path(tempfile.mkdtemp(prefix="gtx-benchmark-"))) / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        table = compare(name, options.repeats, folder)
+        tables.append(table)
+        told = verdict(table)
+        print(told, flush=True)
+        parts.append(f"## {name}\n\n{told}\n\n" + table.drop(columns="scenario").round(3).to_markdown(index=False))
+        if options.keep is None:
+            shutil.rmtree(folder.parent)
+    pd.concat(tables).to_csv(RESULTS / "adaptation.csv", index=False)
+    write(
+        "adaptation",
+        "Adapting while a run lasts",
+        f"Two ranks, a core each; windows of {WINDOW} steps, other thresholds as they come. Medians over steps, of the "
+        f"slowest rank; {options.repeats} run(s) each, one after the other.\n\n" + "\n\n".join(parts),
+    )
+
+
+if __name__ == "__main__":
+    main()
