@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from common import RESULTS, ROOT, free_port, write
+from common import PLAIN, RESULTS, ROOT, busy_core, nothing, steps_of, throttled_link, train, write
 
 from gtx.report import load_report
 from scheduler.plan import from_json
@@ -41,7 +37,6 @@ COMMON = [
 WINDOW = 5
 ADAPTIVE = ["plan.mode=adaptive", f"scheduler.window={WINDOW}"]
 FIXED = ("graph", "model", "pipeline", "data")
-SPACES = ("gtx-a", "gtx-b")
 
 
 @dataclass(frozen=True)
@@ -73,102 +68,15 @@ SCENARIOS = {
 }
 
 
-# Running --------------------------------------------------------------------------------------------------------------
-
-
-def start(command: Sequence[str], rank: int, port: int, spaces: bool, folder: Path) -> subprocess.Popen[bytes]:
-    """One rank, pinned to its core, in its namespace if there are any."""
-    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    env |= {"MASTER_ADDR": "10.77.0.1" if spaces else "127.0.0.1", "MASTER_PORT": str(port)}
-    prefix = ["taskset", "-c", str(rank)]
-    if spaces:
-        env["GLOO_SOCKET_IFNAME"] = f"veth{rank}"
-        prefix = ["ip", "netns", "exec", SPACES[rank], *prefix]
-    out = (folder / f"rank-{rank}.log").open("wb")
-    return subprocess.Popen([*prefix, *command], env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
-
-
-def steps_done(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.csv"
-    return max(metrics.read_text().count("\n") - 1, 0) if metrics.exists() else 0
-
-
-def train(scenario: Scenario, name: str, overrides: Sequence[str], folder: Path) -> Path:
-    """Run once; the event happens at its step and ends with the run. Returns the run folder."""
-    run_dir = folder / "run"
-    folder.mkdir()
-    command = [sys.executable, str(ROOT / "launch.py"), "train", str(ROOT / "configs/digits_gt.yaml"), *COMMON]
-    command += [*scenario.settings, f"train.steps={scenario.steps}", f"partition.cache={folder.parent}/cut", *overrides]
-    port = free_port()
-    with EVENTS[name]() as happen:
-        ranks = [start([*command, "--run-dir", str(run_dir)], rank, port, name == "link", folder) for rank in (0, 1)]
-        happened = scenario.event == 0
-        while any(rank.poll() is None for rank in ranks):
-            time.sleep(0.05)
-            if not happened and steps_done(run_dir) >= scenario.event:
-                happen()
-                happened = True
-            if any(rank.poll() for rank in ranks):
-                time.sleep(5)
-                for rank in ranks:
-                    rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("\n".join((folder / f"rank-{rank}.log").read_text()[-2000:] for rank in (0, 1)))
-    return run_dir
-
-
-@contextmanager
-def nothing() -> Iterator[Callable[[], None]]:
-    yield lambda: None
-
-
-@contextmanager
-def busy_core() -> Iterator[Callable[[], None]]:
-    """A process that never rests, on rank 1's core."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def happen() -> None:
-        started.append(subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"]))
-
-    try:
-        yield happen
-    finally:
-        for process in started:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
-
-@contextmanager
-def throttled_link() -> Iterator[Callable[[], None]]:
-    """Two namespaces with an address each; the event fills the link's bucket at 100 Mbit/s."""
-
-    def ip(*words: str, check: bool = True) -> None:
-        subprocess.run(["ip", *words], check=check, capture_output=not check)
-
-    for space in SPACES:
-        ip("netns", "del", space, check=False)
-        ip("netns", "add", space)
-        ip("-n", space, "link", "set", "lo", "up")
-    ip("link", "add", "veth0", "netns", SPACES[0], "type", "veth", "peer", "name", "veth1", "netns", SPACES[1])
-    for i, space in enumerate(SPACES):
-        ip("-n", space, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"veth{i}")
-        ip("-n", space, "link", "set", f"veth{i}", "up")
-
-    def happen() -> None:
-        for i, space in enumerate(SPACES):
-            shape = ["tbf", "rate", "100mbit", "burst", "64kb", "latency", "400ms"]
-            subprocess.run(
-                ["ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", f"veth{i}", "root", *shape], check=True
-            )
-
-    try:
-        yield happen
-    finally:
-        for space in SPACES:
-            ip("netns", "del", space, check=False)
-
-
 EVENTS = {"rank": busy_core, "link": throttled_link, "hub": nothing}
+
+
+def run(name: str, overrides: Sequence[str], folder: Path) -> Path:
+    """Run once; the event happens at its step. Returns the run folder."""
+    scenario = SCENARIOS[name]
+    settings = [*scenario.settings, f"train.steps={scenario.steps}", f"partition.cache={folder.parent}/cut"]
+    with EVENTS[name]() as happen:
+        return train([*settings, *overrides], folder, happen, scenario.event, spaces=name == "link")
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------
@@ -192,17 +100,10 @@ def machine_after(name: str, scenario: Scenario, report: dict[str, object], fold
 def best_after(name: str, scenario: Scenario, machine: Path, folder: Path) -> Path:
     """The plan that a search finds for the machine after the event."""
     out = folder / "best.json"
-    command = [sys.executable, str(ROOT / "launch.py"), "plan", str(ROOT / "configs/digits_gt.yaml"), *COMMON]
+    command = [sys.executable, str(ROOT / "launch.py"), "plan", str(ROOT / "configs/digits_gt.yaml"), *PLAIN]
     command += [*scenario.settings, f"partition.cache={folder}/cut", "plan.mode=auto", "--world-size", "2"]
     subprocess.run([*command, "--topology", str(machine), "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
     return out
-
-
-def steps_of(run_dir: Path) -> pd.Series:
-    """Seconds of each step, of its slowest rank, without evaluation."""
-    rows = [json.loads(line) for line in (run_dir / "records.jsonl").read_text().splitlines()]
-    frame = pd.DataFrame({"step": r["step"], "s": r["wall_s"] - r["phases"].get("evaluate", 0.0)} for r in rows)
-    return frame.groupby("step").s.max()
 
 
 def outcome(name: str, scenario: Scenario, label: str, run_dir: Path) -> dict[str, object]:
@@ -234,7 +135,7 @@ def compare(name: str, repeats: int, folder: Path) -> pd.DataFrame:
     base = list(ADAPTIVE)
     bad = folder / "bad.json"
     if name == "hub":  # the plan of the mode graph is the bad start
-        command = [sys.executable, str(ROOT / "launch.py"), "plan", str(ROOT / "configs/digits_gt.yaml"), *COMMON]
+        command = [sys.executable, str(ROOT / "launch.py"), "plan", str(ROOT / "configs/digits_gt.yaml"), *PLAIN]
         command += [*scenario.settings, f"partition.cache={folder}/cut", "--world-size", "2", "--out", str(bad)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         base.append(f"plan.file={bad}")
@@ -250,7 +151,7 @@ def compare(name: str, repeats: int, folder: Path) -> pd.DataFrame:
                 best = best_after(name, scenario, machine_after(name, scenario, load_report(run_dir), folder), folder)
             rows.append(outcome(name, scenario, label, run_dir))
             print(pd.DataFrame(rows).round(3).to_string(), flush=True)
-        run_dir = train(scenario, name, [f"plan.file={best}"], folder / f"best-{repeat}")
+        run_dir = run(name, [f"plan.file={best}"], folder / f"best-{repeat}")
         family = family_of(from_json(best.read_text()))
         rows.append(outcome(name, scenario, f"best afterwards ({family})", run_dir))
         print(pd.DataFrame(rows).round(3).to_string(), flush=True)
@@ -270,8 +171,8 @@ def verdict(table: pd.DataFrame) -> str:
     ahead = fixed["all steps, s"].min() / adaptive["all steps, s"]
     return (
         f"Of the gap between the graph plan and the best fixed plan after the event, adaptive closed {closed:.0%} "
-        f"three windows later, {still:.0%} at the end with modes fixed. The fastest fixed run took {ahead:.2f} times as long "
-        f"in all ({fixed['all steps, s'].idxmin()})."
+        f"three windows later, {still:.0%} at the end with modes fixed. The fastest fixed run took {ahead:.2f} times "
+        f"as long in all ({fixed['all steps, s'].idxmin()})."
     )
 
 

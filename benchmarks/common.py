@@ -12,7 +12,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -74,3 +76,109 @@ def write(name: str, title: str, body: str) -> None:
     text = f"# {title}\n\nMade on {stamp} by `{command}`, on {os.cpu_count()} CPU cores.\n\n{body.rstrip()}\n"
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+# Two ranks while something happens ------------------------------------------------------------------------------------
+
+PLAIN = ["engine.name=torch", "engine.zero_stage=0", "engine.threads=1", "train.eval_every=0", "monitor.progress=false"]
+SPACES = ("gtx-a", "gtx-b")
+
+
+def train(
+    overrides: Sequence[str], folder: Path, happen: Callable[[], None], event: int = 0, *, spaces: bool = False
+) -> Path:
+    """Train `configs/digits_gt.yaml`, changed, on two ranks with a core each; the run folder.
+
+    happen: called once `event` steps are done, at the start if 0. spaces: run in the namespaces of `throttled_link`.
+    """
+    run_dir = folder / "run"
+    folder.mkdir(parents=True)
+    command = [sys.executable, str(ROOT / "launch.py"), "train", str(ROOT / "configs/digits_gt.yaml"), *PLAIN]
+    command += [*overrides, "--run-dir", str(run_dir)]
+    port = free_port()
+    happened = event == 0
+    if happened:
+        happen()
+    ranks = [_start(command, rank, port, spaces, folder) for rank in (0, 1)]
+    while any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+        if not happened and _steps_done(run_dir) >= event:
+            happen()
+            happened = True
+        if any(rank.poll() for rank in ranks):
+            time.sleep(5)
+            for rank in ranks:
+                rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("\n".join((folder / f"rank-{rank}.log").read_text()[-2000:] for rank in (0, 1)))
+    return run_dir
+
+
+def _start(command: Sequence[str], rank: int, port: int, spaces: bool, folder: Path) -> subprocess.Popen[bytes]:
+    """One rank, pinned to its core, in its namespace if there are any."""
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    env |= {"MASTER_ADDR": "10.77.0.1" if spaces else "127.0.0.1", "MASTER_PORT": str(port)}
+    prefix = ["taskset", "-c", str(rank)]
+    if spaces:
+        env["GLOO_SOCKET_IFNAME"] = f"veth{rank}"
+        prefix = ["ip", "netns", "exec", SPACES[rank], *prefix]
+    with (folder / f"rank-{rank}.log").open("wb") as out:
+        return subprocess.Popen([*prefix, *command], env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
+
+
+def _steps_done(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.csv"
+    return max(metrics.read_text().count("\n") - 1, 0) if metrics.exists() else 0
+
+
+def steps_of(run_dir: Path) -> pd.Series[float]:
+    """Seconds of each step, of its slowest rank, without evaluation."""
+    rows = [json.loads(line) for line in (run_dir / "records.jsonl").read_text().splitlines()]
+    frame = pd.DataFrame({"step": r["step"], "s": r["wall_s"] - r["phases"].get("evaluate", 0.0)} for r in rows)
+    return frame.groupby("step").s.max()
+
+
+@contextmanager
+def nothing() -> Iterator[Callable[[], None]]:
+    yield lambda: None
+
+
+@contextmanager
+def busy_core() -> Iterator[Callable[[], None]]:
+    """A process that never rests, on rank 1's core."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        yield lambda: started.append(subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"]))
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def throttled_link(rate: str = "100mbit") -> Iterator[Callable[[], None]]:
+    """Two namespaces joined by veth; the event puts a token-bucket filter on both ends. Needs root and iproute2."""
+
+    def ip(*words: str, check: bool = True) -> None:
+        subprocess.run(["ip", *words], check=check, capture_output=not check)
+
+    for space in SPACES:
+        ip("netns", "del", space, check=False)
+        ip("netns", "add", space)
+        ip("-n", space, "link", "set", "lo", "up")
+    ip("link", "add", "veth0", "netns", SPACES[0], "type", "veth", "peer", "name", "veth1", "netns", SPACES[1])
+    for i, space in enumerate(SPACES):
+        ip("-n", space, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"veth{i}")
+        ip("-n", space, "link", "set", f"veth{i}", "up")
+
+    def happen() -> None:
+        for i, space in enumerate(SPACES):
+            bucket = ["tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+            tc = ["tc", "qdisc", "add", "dev", f"veth{i}", "root", *bucket]
+            subprocess.run(["ip", "netns", "exec", space, *tc], check=True)
+
+    try:
+        yield happen
+    finally:
+        for space in SPACES:
+            ip("netns", "del", space, check=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gtx.words import bytes_text, figure_text, value_text
+from gtx.words import bytes_text, counted, figure_text, seconds_text, share_text, value_text
 from monitor.records import EXCHANGE_KINDS, PHASES, StepRecord, json_number
 
 SCHEMA_VERSION = 2
@@ -270,6 +270,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     if any(entry["exchanges"] for entry in report["measured"]["ranks"]):
         console.print(_exchanges_table(report["measured"]))
     console.print(_ranks_table(report["measured"]))
+    for table in _scheduler_tables(report["scheduler"] or {}):
+        console.print(table)
     slowest = report["measured"]["slowest_rank"]
     lines = [f"slowest rank      {slowest['rank']}, busy {slowest['busy_over_mean']:.2f}x the mean of all ranks"]
     lines.append(f"edges attended    {100 * report['share_of_edges_attended']:.2f} % of the graph's")
@@ -374,6 +376,40 @@ def _phases_table(measured: Mapping[str, Any]) -> Table:
             cells = [f"{1e3 * sum(medians) / len(medians):.2f}", f"{1e3 * medians[highest]:.2f}", str(highest)]
         table.add_row(name, *cells)
     return table
+
+
+def _scheduler_tables(scheduler: Mapping[str, Any]) -> Iterator[Table]:
+    """What was tried and what was decided; nothing of a plan that was given."""
+    if scheduler.get("probes"):
+        table = _table("plans tried", "plan", "family", "measured", "predicted unseen", "error", left=2)
+        for probe in scheduler["probes"][:_MAX_ROWS]:
+            unseen = probe["held_out_s"]
+            table.add_row(
+                probe["plan"],
+                probe["family"],
+                seconds_text(probe["measured_s"]),
+                seconds_text(unseen),
+                share_text(None if unseen is None else unseen / probe["measured_s"] - 1.0),
+            )
+        _note_rest(table, len(scheduler["probes"]))
+        yield table
+    told = [d for d in scheduler.get("decisions", []) if d["candidates"] or d["verdict"] != "stay"]
+    if told:
+        table = _table("decisions", "step", "triggers", "verdict", "because", "measured", "promised", "became", left=4)
+        for decision in told[:_MAX_ROWS]:
+            times = (seconds_text(decision[key]) for key in ("measured_s", "promised_s", "outcome_s"))
+            triggers = ", ".join(decision["triggers"])
+            table.add_row(str(decision["step"]), triggers, decision["verdict"], Text(decision["rule"]), *times)
+        _note_rest(table, len(told))
+        spent, regret = scheduler["spent_s"], scheduler["regret"]
+        cost = (spent["controller"] + spent["monitor"]) / max(scheduler["seconds"], 1e-9)
+        table.caption = (
+            f"{counted(len(scheduler['windows']), 'window')}; monitor and controller took {cost:.1%} of the run"
+        )
+        if regret is not None:
+            table.caption += f"; the last plan was {share_text(regret['share'])} off the fastest that ran"
+        table.caption_justify = "left"
+        yield table
 
 
 def _exchanges_table(measured: Mapping[str, Any]) -> Table:

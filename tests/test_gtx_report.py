@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from made_runs import make_run
 from rich.console import Console
 
 from gtx.report import build_report, check_report, load_report, measure, print_report, write_report
@@ -242,7 +243,7 @@ def test_the_tables_hold_the_figures_and_fit_100_columns():
         "8,970",
         "2000.00 / 2900.00",  # rowwise of rank 0
         "2625.00 / 3525.00",  # its step
-        "4 KiB",  # sent by rank 0 in a step
+        "4.00 KiB",  # sent by rank 0 in a step
         "100 MiB",
         "slowest rank      0, busy 1.16x",
         "93.75 %",
@@ -271,3 +272,14 @@ def test_many_ranks_and_partitions_fit_as_well():
     assert max(map(len, text.splitlines())) <= 100
     assert "68 more in strategy-report.json" in text
     assert "on rank" in text
+
+
+def test_what_was_tried_and_decided_is_shown(tmp_path):
+    text = printed(load_report(make_run(tmp_path / "run")))
+    assert max(map(len, text.splitlines())) <= 100
+    flat = " ".join(text.replace("│", " ").split())
+    for part in ("plans tried", "33.5 ms", "31.0 ms", "-7.5 %", "gain 0.0121 s a step (33.1%) over", "45.6 ms"):
+        assert part in flat, part
+    assert "9 windows; monitor and controller took 4.0% of the run" in flat
+    assert "the last plan was +2.0 % off the fastest that ran" in flat
+    assert "plans tried" not in printed(report()), "nothing was searched"
