@@ -1,6 +1,7 @@
 """Parses the command line and dispatches, nothing else. It is launched, by python, deepspeed or torchrun.
 
-The work is in `gtx/`: `train.py`, `show.py`, `ablate.py` (which alone starts ranks itself) and `report.py`.
+The work is in `gtx/`, a file a command: `train.py`, `show.py`, `calibrate.py`, `simulate.py`, `ablate.py` (which alone
+starts ranks itself), `report.py`, `page.py`, `compare.py` and `replay.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="launch.py", description="Train graph transformers under parallel plans.")
     top.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = top.add_subparsers(
-        dest="command", required=True, metavar="train | partition | plan | calibrate | simulate | ablate | report"
+        dest="command",
+        required=True,
+        metavar="train | partition | plan | calibrate | simulate | ablate | report | replay",
     )
     with_config = argparse.ArgumentParser(add_help=False)
     with_config.add_argument("config", type=Path, help="a YAML file, see configs/")
@@ -72,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path)
     report.add_argument("other", type=Path, nargs="?", help="a second run folder, to compare with the first")
     report.add_argument("--html", action="store_true", help="write the report as one HTML page into the run folder")
+    again = commands.add_parser("replay", help="fold an adaptive run's windows anew, also under other thresholds")
+    again.add_argument("run_dir", type=Path)
+    again.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the run's")
     return top
 
 
@@ -109,6 +115,11 @@ def main(arguments: Sequence[str]) -> int:
                 from gtx.report import print_run
 
                 print_run(options.run_dir)
+            return 0
+        if options.command == "replay":
+            from gtx.replay import replay_run
+
+            replay_run(options.run_dir, options.overrides)
             return 0
         if options.command == "ablate":
             from gtx.ablate import run_ablation

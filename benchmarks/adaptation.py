@@ -27,13 +27,6 @@ from scheduler.plan import from_json
 from scheduler.search import family_of
 from scheduler.topology import topology_from_json
 
-COMMON = [
-    "engine.name=torch",
-    "engine.zero_stage=0",
-    "engine.threads=1",
-    "train.eval_every=0",
-    "monitor.progress=false",
-]
 WINDOW = 5
 ADAPTIVE = ["plan.mode=adaptive", f"scheduler.window={WINDOW}"]
 FIXED = ("graph", "model", "pipeline", "data")

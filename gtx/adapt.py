@@ -7,7 +7,7 @@ Rank 0 thinks and hands out what it decided, so all ranks do the same. Not here:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
@@ -23,12 +23,12 @@ from gtx.session import Say
 from gtx.workload import count_workload
 from monitor import StepRecord, Window, reduce_window
 from scheduler.controller import Controller, Rules
-from scheduler.cost import Engine, Estimate, estimate
+from scheduler.cost import Engine, Estimate, estimate, optimizer_s, reduction_s, state_bytes
 from scheduler.plan import CHECKPOINTING, Plan, from_dict
 from scheduler.plan import from_json as plan_from_json
 from scheduler.remedies import explain_nothing_fits, remedies
 from scheduler.search import Found, Limits, family_of, greedy_family, search
-from scheduler.topology import Topology, topology_from_json
+from scheduler.topology import FREE, Topology, topology_from_json
 from scheduler.workload import ModelShape, Workload
 
 
@@ -55,6 +55,7 @@ class Pilot:
             "calibration": None,
             "candidates": [],
             "probes": [],
+            "watch": None,
             "windows": [],
             "decisions": [],
             "switches": [],
@@ -74,6 +75,7 @@ class _Thoughts:
     observations: list[Observation] = field(default_factory=list)
     fitted: Fit | None = None
     controller: Controller | None = None
+    watch: dict[str, Any] | None = None  # how the controller began
     seen: list[dict[str, Any]] = field(default_factory=list)
     switches: list[dict[str, Any]] = field(default_factory=list)
 
@@ -97,14 +99,15 @@ class Scheduled(Pilot):
         """
         began = time.perf_counter()
         self.config, self.world, self.say = config, world, say
-        self.engine = engine_of(config)
         self.limits = limits_of(config)
         topology = the_topology(config, world, shape, graph)
         self._mind: _Thoughts | None = None
-        answer: list[dict[str, Any]] | str | None = None
+        answer: tuple[Config, list[dict[str, Any]]] | str | None = None
         if world.rank == 0:
             try:
                 workload = count_workload(graph, batches.step(0), shape)
+                config = pick_engine(config, workload, topology)
+                self.engine = engine_of(config)
                 searching = time.perf_counter()
                 found = find_plan(config, workload, topology, self.engine, self.limits)
                 self._mind = _Thoughts(workload, topology, found, time.perf_counter() - searching)
@@ -112,14 +115,16 @@ class Scheduled(Pilot):
                 start = self._shortlist(found, num_steps)
                 if given is not None:
                     start = [given_plan(given, config, graph, world.size)]
-                answer = [plan.as_dict() for plan in start]
+                answer = (config, [plan.as_dict() for plan in start])
             except ValueError as error:
                 answer = str(error)
         answer = world.gather_facts(answer)[0]
         if isinstance(answer, str):
             raise ValueError(answer)
         assert answer is not None
-        self._queue = [from_dict(data) for data in answer]
+        self.config, queue = answer  # with the engine that was picked
+        self.engine = engine_of(self.config)
+        self._queue = [from_dict(data) for data in queue]
         super().__init__(self._queue[0], config.plan.mode)
         tries = config.scheduler.probe_steps > 0 and self._long_enough(num_steps) and config.plan.file is None
         self._probing = len(self._queue) > 1 or tries
@@ -161,20 +166,13 @@ class Scheduled(Pilot):
         """
         if mind.fitted is None:
             mind.topology = fit(mind.workload, mind.topology, self.engine, [observe(self.plan, steps)]).topology
-        limits = self.limits
-        if not self.config.scheduler.modes:
-            limits = replace(limits, allow=tuple(dict.fromkeys(place.mode for place in self.plan.partitions)))
-        return Controller(
-            rules_of(self.config),
-            mind.workload,
-            mind.fitted.topology if mind.fitted else mind.topology,
-            self.plan,
-            self.engine,
-            limits,
-            switch_cost_s=median([self._compile_s, *(switch["seconds"] for switch in mind.switches)]),
-            search_cost_s=mind.search_s,
-            without=self.config.scheduler.without,
-        )
+        mind.watch = {
+            "plan": self.plan.fingerprint,
+            "switch_cost_s": median([self._compile_s, *(switch["seconds"] for switch in mind.switches)]),
+            "search_cost_s": mind.search_s,
+        }
+        topology = mind.fitted.topology if mind.fitted else mind.topology
+        return watching(self.config, mind.workload, topology, self.plan, mind.watch)
 
     # While it runs ----------------------------------------------------------------------------------------------------
 
@@ -308,6 +306,7 @@ class Scheduled(Pilot):
                 for o, predicted, unseen in zip(mind.fitted.seen, mind.fitted.fitted, held_out, strict=True)
             ]
         if mind.controller is not None:
+            base["watch"] = mind.watch
             base["windows"] = mind.seen
             base["decisions"] = [d.as_dict() for d in mind.controller.decisions]
         base["switches"] = mind.switches
@@ -339,8 +338,37 @@ def regret(mind: _Thoughts) -> dict[str, Any] | None:
 
 
 def engine_of(config: Config) -> Engine:
-    """What of the engine the cost model knows."""
-    return Engine(config.engine.zero_stage, config.engine.offload_optimizer == "cpu")
+    """What of the engine the cost model knows. Of a config that says which it is."""
+    stage = config.engine.zero_stage
+    if stage == "auto":
+        raise ValueError("engine.zero_stage is auto; pick_engine says which")
+    return Engine(stage, config.engine.offload_optimizer == "cpu")
+
+
+def pick_engine(config: Config, workload: Workload, topology: Topology) -> Config:
+    """The config with the ZeRO stage and offload that cost least of those under which a plan fits, where it says auto.
+
+    A running engine cannot change them, so they are picked once. Offload counts only where there is a host behind the
+    device: on CPU ranks it frees nothing. If nothing fits, the one that holds least.
+    """
+    engine = config.engine
+    stages = (0, 1, 2, 3) if engine.zero_stage == "auto" else (engine.zero_stage,)
+    behind = topology.host_bytes_per_s < FREE
+    offloads = {"auto": (False, True) if behind else (False,), "cpu": (True,), "none": (False,)}[
+        engine.offload_optimizer
+    ]
+    options = [Engine(stage, offload) for stage in stages for offload in offloads if stage > 0 or not offload]
+    limits, parameters = limits_of(config), workload.model.parameters
+
+    def cost(option: Engine) -> float:
+        return optimizer_s(parameters, topology, option) + reduction_s(parameters, topology, option.zero_stage, 1)
+
+    ranked = sorted(options, key=lambda option: (cost(option), option.zero_stage, option.offload))
+    fitting = (option for option in ranked if search(workload, topology, option, limits, budget=0).chosen is not None)
+    least = min(options, key=lambda o: state_bytes(parameters, o.zero_stage, topology.world_size, o.offload))
+    picked = ranked[0] if len(ranked) == 1 else next(fitting, least)
+    changes = {"zero_stage": picked.zero_stage, "offload_optimizer": "cpu" if picked.offload else "none"}
+    return config.model_copy(update={"engine": engine.model_copy(update=changes)})
 
 
 def limits_of(config: Config) -> Limits:
@@ -363,6 +391,26 @@ def rules_of(config: Config) -> Rules:
     """The thresholds of the switch rule."""
     settings = config.scheduler
     return Rules(**{f.name: getattr(settings, f.name) for f in fields(Rules)})
+
+
+def watching(
+    config: Config, workload: Workload, topology: Topology, plan: Plan, costs: Mapping[str, Any]
+) -> Controller:
+    """The controller of a plan that begins to be watched. costs: `switch_cost_s` and `search_cost_s`."""
+    limits = limits_of(config)
+    if not config.scheduler.modes:
+        limits = replace(limits, allow=tuple(dict.fromkeys(place.mode for place in plan.partitions)))
+    return Controller(
+        rules_of(config),
+        workload,
+        topology,
+        plan,
+        engine_of(config),
+        limits,
+        switch_cost_s=costs["switch_cost_s"],
+        search_cost_s=costs["search_cost_s"],
+        without=config.scheduler.without,
+    )
 
 
 def the_topology(config: Config, world: World, shape: ModelShape, graph: PartitionedGraph) -> Topology:

@@ -64,17 +64,20 @@ def calibrate(config: Config, world: World, shape: ModelShape, command: str, row
     """
     links, message_s = _links(world)
     device = _device(config, world, shape, max(min(rows, 1 << 15), 1 << 11), message_s)
-    everyone = world.gather_facts((device, socket.gethostname(), links, _stream_bytes_per_s()))
-    hosts = list(dict.fromkeys(host for _, host, _, _ in everyone))
-    devices = tuple(replace(found, host=hosts.index(host)) for found, host, _, _ in everyone)
+    everyone = world.gather_facts(
+        (device, socket.gethostname(), links, _stream_bytes_per_s(), _host_bytes_per_s(world))
+    )
+    hosts = list(dict.fromkeys(host for _, host, *_ in everyone))
+    devices = tuple(replace(found, host=hosts.index(host)) for found, host, *_ in everyone)
     same, between = _kind(everyone, same_host=True), _kind(everyone, same_host=False)
     near = same or between or Link(0.0, FREE)
     return Topology(
         devices=devices,
         same_host=near,
         between_hosts=between or near,
-        optimizer_bytes_per_s=min(stream for _, _, _, stream in everyone),
+        optimizer_bytes_per_s=min(stream for *_, stream, _ in everyone),
         step_s=0.0,
+        host_bytes_per_s=min(found for *_, found in everyone),
         made=f"{datetime.now(timezone.utc):%Y-%m-%d}, {command}",
     )
 
@@ -97,7 +100,7 @@ def probe_links(world: World) -> tuple[tuple[int, int, float, float], ...]:
 def _kind(everyone: list[Any], same_host: bool) -> Link | None:
     """The median link among pairs of ranks on one host, or on different ones; None where there is no such pair."""
     found = []
-    for rank, (_, host, links, _) in enumerate(everyone):
+    for rank, (_, host, links, *_) in enumerate(everyone):
         for peer, link in links.items():
             if peer > rank and (everyone[peer][1] == host) == same_host:
                 found.append(link)
@@ -226,6 +229,14 @@ def _stream_bytes_per_s() -> float:
     """Memory traffic per second of an update in place, read and written."""
     x, y = torch.zeros(1 << 22), torch.ones(1 << 22)
     return 3 * 4.0 * x.numel() / _timed(lambda: x.add_(y))
+
+
+def _host_bytes_per_s(world: World) -> float:
+    """Bytes per second from device to pinned host memory; free on a CPU, which has no host behind it."""
+    if world.device.type != "cuda":
+        return FREE
+    x, y = torch.zeros(1 << 22, device=world.device), torch.zeros(1 << 22).pin_memory()
+    return 4.0 * x.numel() / _timed(lambda: y.copy_(x), world.device)
 
 
 def _memory_bytes(world: World) -> float:

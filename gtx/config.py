@@ -185,13 +185,16 @@ class SchedulerConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """Everything of the optimizer and of DeepSpeed; `deepspeed` passes further keys of its JSON through."""
+    """Everything of the optimizer and of DeepSpeed; `deepspeed` passes further keys of its JSON through.
+
+    zero_stage, offload_optimizer: `auto` where the scheduler makes the plan: the cheapest that fits.
+    """
 
     name: Literal["deepspeed", "torch"] = "deepspeed"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float64", "float32", "bf16", "fp16"] = "float32"
-    zero_stage: Annotated[int, Field(ge=0, le=3, strict=True)] = 0
-    offload_optimizer: Literal["none", "cpu"] = "none"
+    zero_stage: Literal[0, 1, 2, 3, "auto"] = 0
+    offload_optimizer: Literal["none", "cpu", "auto"] = "none"
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: PositiveNumber = 1e-3
     weight_decay: NonNegativeNumber = 0.0
@@ -285,6 +288,16 @@ class Config(_Section):
             raise ValueError(
                 f"batch.parts {self.batch.parts} exceeds partition.parts {self.partition.parts}; lower the first"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_search_picks_the_engine(self) -> Config:
+        for key in ("zero_stage", "offload_optimizer"):
+            if getattr(self.engine, key) == "auto" and not self.plan.searched:
+                raise ValueError(
+                    f"engine.{key} is auto and plan.mode {self.plan.mode}: nothing is searched; use plan.mode auto or "
+                    "adaptive, or give a value"
+                )
         return self
 
     def without_effect(self) -> list[str]:

@@ -10,17 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gtx.adapt import engine_of, find_plan, limits_of, read_topology
-from gtx.batches import BatchPlanner
+from gtx.adapt import engine_of, find_plan, limits_of, pick_engine, read_topology
 from gtx.calibrate import calibrate
 from gtx.config import Config
-from gtx.engine import DTYPES
-from gtx.models import GraphModel
 from gtx.parallel.world import solo
 from gtx.partition import PartitionedGraph
 from gtx.session import load_partitioned, tell_graph
 from gtx.train import make_plan
-from gtx.workload import count_workload, model_shape
+from gtx.workload import workload_of
 from scheduler.cost import Estimate, estimate
 from scheduler.plan import Plan
 from scheduler.search import Found, search
@@ -89,14 +86,12 @@ def _predict(
     config: Config, graph: PartitionedGraph, topology: Topology | None, world_size: int, console: Console
 ) -> Plan:
     """Price the best plan of every family for a typical step, and the configured one; the plan that would run."""
-    model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
-    shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
-    batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
-    workload = count_workload(graph, batches.step(0), shape)
+    workload, shape = workload_of(config, graph)
     if topology is None:
         rows = graph.graph.num_nodes // world_size
         topology = calibrate(config, solo(), shape, "launch.py plan", rows).resized(world_size)
         console.print("machine: one rank of this one was measured, the others are taken to be like it")
+    config = pick_engine(config, workload, topology) if config.plan.searched else config
     engine, limits = engine_of(config), limits_of(config)
     if config.plan.searched:
         found = find_plan(config, workload, topology, engine, limits)
@@ -106,7 +101,8 @@ def _predict(
         found = search(workload, topology, engine, limits)
     console.print(_placements(plan, graph))
     console.print(_families(found, plan, estimate(plan, workload, topology, engine), config))
-    console.print(f"{found.tried} plans priced", highlight=False)
+    picked = f"; ZeRO stage {engine.zero_stage}{', optimizer on the host' * engine.offload}" * config.plan.searched
+    console.print(f"{found.tried} plans priced{picked}", highlight=False)
     return plan
 
 

@@ -14,13 +14,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from gtx.adapt import engine_of, find_plan, limits_of, read_topology, rules_of
-from gtx.batches import BatchPlanner
+from gtx.adapt import engine_of, find_plan, limits_of, pick_engine, read_topology, rules_of
 from gtx.config import Config
-from gtx.engine import DTYPES
-from gtx.models import GraphModel
 from gtx.session import load_partitioned, tell_graph
-from gtx.workload import count_workload, model_shape
+from gtx.workload import workload_of
 from scheduler.controller import Controller
 from scheduler.search import family_of
 from scheduler.simulator import Event, Played, machine_at, parse_event, play
@@ -56,10 +53,8 @@ def simulate(
     loaded = load_partitioned(config)
     tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False))
     graph = loaded.partitioned
-    model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
-    shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
-    batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
-    workload = count_workload(graph, batches.step(0), shape)
+    workload, _ = workload_of(config, graph)
+    config = pick_engine(config, workload, topology)
     engine, limits = engine_of(config), limits_of(config)
     found = find_plan(config, workload, topology, engine, limits)
     runs = []

@@ -108,6 +108,8 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
             if config.plan.searched
             else Pilot(make_plan(config, graph, world.size), "file" if config.plan.file else config.plan.mode)
         )
+        if isinstance(pilot, Scheduled):
+            config = pilot.config  # with the engine that was picked
         engine = make_engine(model, config.engine, world, num_steps, loud)
         timer = PhaseTimer()
         executor = Executor(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gtx.batches import Batch
-from gtx.config import ModelConfig
+from gtx.batches import Batch, BatchPlanner
+from gtx.config import Config, ModelConfig
+from gtx.engine import DTYPES
 from gtx.models import GraphModel
 from gtx.parallel.compiled import CompiledLayer
 from gtx.parallel.compiler import Compiler
@@ -32,6 +33,14 @@ def model_shape(config: ModelConfig, model: GraphModel, graph: PartitionedGraph,
         parameters=sum(p.numel() for p in model.parameters()),
         bytes_per_element=bytes_per_element,
     )
+
+
+def workload_of(config: Config, graph: PartitionedGraph) -> tuple[Workload, ModelShape]:
+    """The first step's workload of a config, and its model's shape, without ranks."""
+    model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
+    shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
+    batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
+    return count_workload(graph, batches.step(0), shape), shape
 
 
 def count_workload(graph: PartitionedGraph, batch: Batch, shape: ModelShape) -> Workload:

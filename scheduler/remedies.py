@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from scheduler.cost import Engine
 from scheduler.search import Found, Limits, search, size_text
-from scheduler.topology import Topology
+from scheduler.topology import FREE, Topology
 from scheduler.workload import Workload
 
 
@@ -18,7 +18,7 @@ def remedies(workload: Workload, topology: Topology, engine: Engine, limits: Lim
     tries: list[tuple[str, Workload, Topology, Engine]] = []
     for stage in range(engine.zero_stage + 1, 4):
         tries.append((f"engine.zero_stage={stage}", workload, topology, replace(engine, zero_stage=stage)))
-    if not engine.offload:
+    if not engine.offload and topology.host_bytes_per_s < FREE:  # on CPU ranks it frees nothing
         offloaded = Engine(max(engine.zero_stage, 1), True)
         keys = f"engine.zero_stage={offloaded.zero_stage} engine.offload_optimizer=cpu"
         tries.append((keys, workload, topology, offloaded))

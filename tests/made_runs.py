@@ -152,6 +152,7 @@ def make_scheduler(records: list[StepRecord], num_steps: int, num_ranks: int = R
             probe("graph", 0.0335, 0.0315, 0.0310),
             probe("pipeline", 0.0277, 0.0260, 0.0251),
         ],
+        "watch": {"plan": PLANS["pipeline"], "switch_cost_s": 0.3, "search_cost_s": 0.1},
         "windows": windows,
         "decisions": decisions,
         "switches": [

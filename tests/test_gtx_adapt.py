@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from gtx.adapt import limits_of, rules_of
+from gtx.adapt import limits_of, pick_engine, rules_of
 from gtx.config import SchedulerConfig, parse_config
 from gtx.processes import run_ranks
+from gtx.replay import replay_run
 from gtx.report import load_report
 from scheduler.controller import Rules
-from scheduler.plan import from_json
-from scheduler.topology import Device, Link, Topology
+from scheduler.plan import Placement, Plan, from_json
+from scheduler.topology import FREE, Device, Link, Topology
+from scheduler.workload import ModelShape, uniform_workload
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = [
@@ -98,6 +101,26 @@ def test_a_wrong_belief_is_corrected_while_the_run_lasts(tmp_path: Path) -> None
     assert switch["slowness"][0] > 1.5 and switch["promised_s"] < switch["measured_s"]
     assert len(told["windows"]) == len(told["decisions"])
     assert told["spent_s"]["controller"] > 0 and told["seconds"] > 0
+    again = [decision.as_dict() for decision in replay_run(tmp_path / "two" / "run")]
+    assert json.loads(json.dumps(again)) == told["decisions"], "the report's records give the same decisions"
+    other = replay_run(tmp_path / "two" / "run", ["scheduler.straggler=9", "scheduler.hotspot=9", "scheduler.drift=9"])
+    assert all(decision.verdict == "stay" for decision in other)
+
+
+def test_an_adaptive_run_starts_under_its_plan_file_and_leaves_it_if_it_is_bad(tmp_path: Path) -> None:
+    """Everything on rank 0: rank 1 is shown no work, so what is believed of it stands, and half of all goes there."""
+    idle = Plan(2, 2, (Placement("graph", (0,)),) * 16)
+    (tmp_path / "bad.json").write_text(idle.to_json())
+    given = [f"plan.file={tmp_path / 'bad.json'}", "scheduler.window=3", "scheduler.cooldown=0", "scheduler.z=0"]
+    steps = ["train.steps=40", "sampling.fanout=16"]
+    _, alone = train(tmp_path / "one", 1, "plan.mode=graph", *steps)
+    report, losses = train(tmp_path / "two", 2, "plan.mode=adaptive", *given, *steps)
+    assert losses == pytest.approx(alone, rel=1e-9)
+    told = report["scheduler"]
+    assert told["plans"][0]["fingerprint"] == idle.fingerprint and told["probes"] == []
+    switch = next(decision for decision in told["decisions"] if decision["verdict"] == "switch")
+    assert "compute hotspot" in switch["triggers"]
+    assert {rank for place in report["partitions"] for rank in place["ranks"]} == {0, 1}
 
 
 def test_a_plan_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
@@ -106,6 +129,30 @@ def test_a_plan_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> N
     error = run_ranks([*command, "--run-dir", str(tmp_path / "run")], 2, tmp_path / "ranks", None)
     assert error is not None and error.startswith("gtx: none of the ") and "what would help: 1. " in error
     assert not (tmp_path / "run").exists()
+
+
+# The engine -----------------------------------------------------------------------------------------------------------
+
+
+def picked(limit_gib: float, host_bytes_per_s: float = FREE, **engine: Any) -> tuple[Any, Any]:
+    """ZeRO stage and offload for 100 million parameters on four ranks: 1.5 GiB of states a rank under stage 0."""
+    model = ModelShape("GT", 32, 64, 4, 3, 16, 4, 100_000_000)
+    device = Device(2e9, 1e9, 1e-4, 8e9, row_bytes_per_s=1e9)
+    topology = Topology((device,) * 4, Link(1e-4, 1e9), Link(1e-4, 1e9), 1e10, 0.0, host_bytes_per_s)
+    plan = {"mode": "auto", "memory_limit_gib": limit_gib}
+    chosen = {"zero_stage": "auto", "offload_optimizer": "auto", **engine}
+    config = parse_config({"plan": plan, "engine": chosen, "model": {"layers": 3, "width": 32}})
+    found = pick_engine(config, uniform_workload(model, [200.0] * 16, [3e4] * 16, 0.5), topology).engine
+    return found.zero_stage, found.offload_optimizer
+
+
+def test_the_engine_that_is_picked_is_the_cheapest_that_fits() -> None:
+    assert picked(8.0) == (1, "none"), "a quarter of the optimizer's work each"
+    assert picked(0.55) == (2, "none") and picked(0.5) == (3, "none")
+    assert picked(8.0, zero_stage=0) == (0, "none"), "what is given stays"
+    assert picked(8.0, 1e10, zero_stage=2, offload_optimizer="cpu") == (2, "cpu")
+    assert picked(0.42, 1e10)[1] == "cpu" and picked(0.42)[1] == "none", "on CPU ranks offload frees nothing"
+    assert picked(0.01) == (3, "none"), "nothing fits: the one that holds least"
 
 
 # The config -----------------------------------------------------------------------------------------------------------

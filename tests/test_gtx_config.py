@@ -213,7 +213,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"model": {"width": None}}, "model.width is None: input should be a valid integer"),
     ({"model": {"dropout": "a lot"}}, "model.dropout is 'a lot': input should be a valid number"),
     ({"engine": {"lr": True}}, "engine.lr is True: input should be a valid number"),
-    ({"engine": {"zero_stage": True}}, "engine.zero_stage is True: input should be a valid integer"),
+    ({"engine": {"zero_stage": True}}, "engine.zero_stage is True: input should be 0, 1, 2, 3 or 'auto'"),
     ({"engine": {"betas": [0.9]}}, "engine.betas.1 is missing, there is only [0.9]"),
     ({"engine": {"betas": ["a", 0.9]}}, "engine.betas.0 is 'a': input should be a valid number"),
     ({"monitor": {"progress": "perhaps"}}, "monitor.progress is 'perhaps': input should be a valid boolean"),
@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         "plan.mode is 'fast': input should be 'graph', 'model', 'pipeline', 'data', 'mixed', 'auto' or 'adaptive'",
     ),
     ({"plan": {"waves_per_round": -1}}, "plan.waves_per_round is -1: input should be greater than or equal to 0"),
-    ({"engine": {"zero_stage": 4}}, "engine.zero_stage is 4: input should be less than or equal to 3"),
+    ({"engine": {"zero_stage": 4}}, "engine.zero_stage is 4: input should be 0, 1, 2, 3 or 'auto'"),
     ({"engine": {"lr": 0}}, "engine.lr is 0: input should be greater than 0"),
     ({"engine": {"lr": math.inf}}, "engine.lr is inf: input should be a finite number"),
     ({"engine": {"timeout_s": math.nan}}, "engine.timeout_s is nan: input should be "),
@@ -257,6 +257,10 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     (
         {"engine": {"name": "torch", "deepspeed": {"x": 1}}},
         "engine: deepspeed {'x': 1} has no effect with name torch; use name deepspeed",
+    ),
+    (
+        {"engine": {"zero_stage": "auto"}},
+        "engine.zero_stage is auto and plan.mode graph: nothing is searched; use plan.mode auto or adaptive, or give a",
     ),
     ({"engine": {"name": "torch", "precision": "bf16"}}, "engine: precision 'bf16' needs name deepspeed; "),
     ({"engine": {"precision": "float64"}}, "engine: precision float64 needs name torch; "),
