@@ -16,17 +16,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from common import PLAIN, RESULTS, ROOT, busy_core, nothing, steps_of, throttled_link, train, write
 
+from gtx.config import load_config
 from gtx.report import load_report
+from gtx.session import load_partitioned
+from gtx.workload import workload_of
+from scheduler.cost import estimate
 from scheduler.plan import from_json
 from scheduler.search import family_of
-from scheduler.topology import topology_from_json
+from scheduler.topology import FORMAT, topology_from_json
 
+LINK_BYTES_PER_S = 12.5e6  # of the throttled link, 100 Mbit/s
 WINDOW = 5
 ADAPTIVE = ["plan.mode=adaptive", f"scheduler.window={WINDOW}"]
 FIXED = ("graph", "model", "pipeline", "data")
@@ -51,7 +57,6 @@ SCENARIOS = {
         ("data.name=sbm", SBM, "sampling.fanout=10", "batch.kind=cluster", "batch.parts=8", "batch.micro_batches=3"),
         100,
         40,
-        40.0,
     ),
     "hub": Scenario(
         ("data.name=rmat", "data.options={num_nodes: 8192, num_edges: 500000}", "partition.parts=4"),
@@ -75,49 +80,56 @@ def run(name: str, overrides: Sequence[str], folder: Path) -> Path:
 # Comparing ------------------------------------------------------------------------------------------------------------
 
 
-def machine_after(name: str, scenario: Scenario, report: dict[str, object], folder: Path) -> Path:
-    """The topology that a run fitted before the event, as it is afterwards."""
-    block = report["scheduler"]
-    assert isinstance(block, dict)
-    topology = topology_from_json(json.dumps({"format": "gtx-topology/1", **block["topology"]}))
+def machine_after(name: str, report: dict[str, Any], out: Path) -> None:
+    """Write the topology that a run fitted before the event, as it is afterwards."""
+    topology = topology_from_json(json.dumps({"format": FORMAT, **report["scheduler"]["topology"]}))
     if name == "rank":
-        topology = topology.with_speeds([1.0, scenario.slowed])
-    path = folder / "after.json"
-    data = json.loads(topology.to_json())
+        topology = topology.with_speeds([1.0, SCENARIOS[name].slowed])
     if name == "link":
-        data["slow_links"] = [[0, 1, max(data["same_host"]["bytes_per_s"] / 12.5e6, 1.0)]]
-    path.write_text(json.dumps(data))
-    return path
+        slower = max(topology.same_host.bytes_per_s / LINK_BYTES_PER_S, 1.0)
+        topology = replace(topology, slow_links=((0, 1, slower),))
+    out.write_text(topology.to_json())
 
 
-def best_after(name: str, scenario: Scenario, machine: Path, folder: Path) -> Path:
-    """The plan that a search finds for the machine after the event."""
-    out = folder / "best.json"
+def best_after(scenario: Scenario, machine: Path, out: Path) -> None:
+    """Write the plan that a search finds for the machine after the event."""
     command = [sys.executable, str(ROOT / "launch.py"), "plan", str(ROOT / "configs/digits_gt.yaml"), *PLAIN]
-    command += [*scenario.settings, f"partition.cache={folder}/cut", "plan.mode=auto", "--world-size", "2"]
+    command += [*scenario.settings, f"partition.cache={out.parent}/cut", "plan.mode=auto", "--world-size", "2"]
     subprocess.run([*command, "--topology", str(machine), "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
-    return out
 
 
-def outcome(name: str, scenario: Scenario, label: str, run_dir: Path) -> dict[str, object]:
-    report = load_report(run_dir)
+def simulated(run_dir: Path, machine: Path) -> float:
+    """What the cost model, and so the simulator, says of a run's last plan on the machine after the event."""
+    config = load_config(run_dir / "config.yaml")
+    workload, _ = workload_of(config, load_partitioned(config).partitioned)
+    plan = from_json(last_plan(run_dir).read_text())
+    return estimate(plan, workload, topology_from_json(machine.read_text())).step_s
+
+
+def last_plan(run_dir: Path) -> Path:
+    return max(run_dir.glob("plan-*.json"), key=lambda path: int(path.stem.removeprefix("plan-")))
+
+
+def outcome(name: str, label: str, run_dir: Path, machine: Path) -> dict[str, object]:
+    scenario = SCENARIOS[name]
     seconds = steps_of(run_dir)
-    block = report["scheduler"]
-    plans = [from_json(path.read_text()) for path in sorted(run_dir.glob("plan-*.json"), key=lambda p: int(p.stem[5:]))]
+    block = load_report(run_dir)["scheduler"]
     later = [entry for entry in block["decisions"] if entry["verdict"] in ("switch", "return")]
     settled = scenario.event + 3 * WINDOW + 1
     spent = block["spent_s"]
+    end = float(seconds[-4 * WINDOW :].median())
     return {
         "scenario": name,
         "plan": label,
         "before, s": float(seconds[2 : max(scenario.event, 3)].median()) if scenario.event else float("nan"),
         "three windows later, s": float(seconds[settled : settled + 2 * WINDOW].median()),
-        "at the end, s": float(seconds[-4 * WINDOW :].median()),
+        "at the end, s": end,
+        "simulated over that": simulated(run_dir, machine) / end,
         "all steps, s": float(seconds[1:].sum()),
         "from the event, s": float(seconds[max(scenario.event, 1) :].sum()),
         "switches": len(later),
         "first switch at": later[0]["step"] + 1 if later else "-",
-        "plans": " > ".join(dict.fromkeys(family_of(plan) for plan in plans[-1 - len(later) :])),
+        "last plan": family_of(from_json(last_plan(run_dir).read_text())),
         "own cost, %": 100 * (spent["controller"] + spent["monitor"]) / max(block["seconds"], 1e-9),
     }
 
@@ -132,22 +144,18 @@ def compare(name: str, repeats: int, folder: Path) -> pd.DataFrame:
         command += [*scenario.settings, f"partition.cache={folder}/cut", "--world-size", "2", "--out", str(bad)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         base.append(f"plan.file={bad}")
-    best: Path | None = None
+    machine, best = folder / "after.json", folder / "best.json"
     for repeat in range(repeats):
         cases = {"adaptive": base, "adaptive, modes fixed": [*base, "scheduler.modes=false"]}
         cases |= {mode: [f"plan.mode={mode}"] for mode in FIXED}
+        cases["best afterwards"] = [f"plan.file={best}"]
         for label, overrides in cases.items():
-            run_dir = train(
-                scenario, name, overrides, folder / f"{label.replace(', ', '-').replace(' ', '-')}-{repeat}"
-            )
-            if best is None:
-                best = best_after(name, scenario, machine_after(name, scenario, load_report(run_dir), folder), folder)
-            rows.append(outcome(name, scenario, label, run_dir))
+            run_dir = run(name, overrides, folder / f"{label.replace(', ', '-')}-{repeat}")
+            if not best.exists():
+                machine_after(name, load_report(run_dir), machine)
+                best_after(scenario, machine, best)
+            rows.append(outcome(name, label, run_dir, machine))
             print(pd.DataFrame(rows).round(3).to_string(), flush=True)
-        run_dir = run(name, [f"plan.file={best}"], folder / f"best-{repeat}")
-        family = family_of(from_json(best.read_text()))
-        rows.append(outcome(name, scenario, f"best afterwards ({family})", run_dir))
-        print(pd.DataFrame(rows).round(3).to_string(), flush=True)
     return pd.DataFrame(rows)
 
 
