@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import nnls
 
 from monitor import StepRecord
@@ -23,6 +24,8 @@ from scheduler.topology import Device, Topology
 from scheduler.workload import Workload
 
 FACTORS = ("row_forward", "row_backward", "edge_forward", "edge_backward", "visits", "packing")
+COMPUTING = ("rowwise", "edgewise", "backward")
+RANK_ROUNDS = 3
 PRIOR_WEIGHT = 0.01  # of each prior, in rows: enough to settle what the rows leave open
 
 
@@ -109,6 +112,8 @@ def observe(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Observation:
 def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Fit:
     """Scale the rates of a topology so that its terms match the seconds of each phase and rank.
 
+    A factor for each kind of work, common to all ranks, and one for each rank where they differ by more than a fifth.
+
     Raises ValueError without observations.
     """
     if not seen:
@@ -124,24 +129,48 @@ def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[O
 
 
 def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Fit:
-    rows: list[list[float]] = []
-    for observation in seen:
-        placed = place(observation.plan, workload)
-        terms = busy_terms(observation.plan, workload, topology, placed)
-        for rank, phases in enumerate(observation.phases):
-            rows += _rows({name: float(values[rank]) for name, values in terms.items()}, phases, observation, rank)
-    table = np.array(rows) if rows else np.zeros((0, len(FACTORS)))
-    prior = np.sqrt(PRIOR_WEIGHT) * np.eye(len(FACTORS))
-    matrix = np.vstack([table, prior])
-    wanted = np.concatenate([np.ones(len(table)), np.sqrt(PRIOR_WEIGHT) * np.ones(len(FACTORS))])
-    solved, _ = nnls(matrix, wanted)
-    factors = {name: float(min(max(value, 0.02), 50.0)) for name, value in zip(FACTORS, solved, strict=True)}
-    scaled = replace(topology, devices=tuple(_scaled(device, factors) for device in topology.devices))
+    ranks = np.ones(topology.world_size)
+    for _ in range(RANK_ROUNDS):  # factors by kind and by rank in turn
+        paced = topology.with_speeds(list(ranks))
+        factors, table = _factors(workload, paced, seen)
+        scaled = replace(paced, devices=tuple(_scaled(device, factors) for device in paced.devices))
+        ranks = ranks * _rank_factors(workload, scaled, seen)
     scaled = replace(_with_memory(workload, scaled, engine, seen), step_s=_rest(workload, scaled, engine, seen))
     used = table[:, (table > 0).any(axis=0)]
     condition = float(np.linalg.cond(used)) if used.size else float("inf")
     fitted = tuple(_predict(observation, workload, scaled, engine) for observation in seen)
     return Fit(scaled, factors, condition, len(table), tuple(seen), fitted)
+
+
+def _factors(
+    workload: Workload, topology: Topology, seen: Sequence[Observation]
+) -> tuple[dict[str, float], npt.NDArray[np.float64]]:
+    """What to multiply each kind of seconds by, the same on all ranks, and the rows that say so."""
+    rows: list[list[float]] = []
+    for observation in seen:
+        terms = busy_terms(observation.plan, workload, topology, place(observation.plan, workload))
+        for rank, phases in enumerate(observation.phases):
+            rows += _rows({name: float(values[rank]) for name, values in terms.items()}, phases, observation, rank)
+    table = np.array(rows) if rows else np.zeros((0, len(FACTORS)))
+    prior = np.sqrt(PRIOR_WEIGHT) * np.eye(len(FACTORS))
+    wanted = np.concatenate([np.ones(len(table)), np.sqrt(PRIOR_WEIGHT) * np.ones(len(FACTORS))])
+    solved, _ = nnls(np.vstack([table, prior]), wanted)
+    return {name: float(min(max(value, 0.02), 50.0)) for name, value in zip(FACTORS, solved, strict=True)}, table
+
+
+def _rank_factors(workload: Workload, topology: Topology, seen: Sequence[Observation]) -> npt.NDArray[np.float64]:
+    """How many times slower each rank computes than the others and the topology say; 1 for all within a fifth."""
+    spent, expected = np.zeros(topology.world_size), np.zeros(topology.world_size)
+    for observation in seen:
+        terms = busy_terms(observation.plan, workload, topology, place(observation.plan, workload))
+        expected += sum(values for name, values in terms.items() if name != "packing")
+        spent += [sum(phases.get(name, 0.0) for name in COMPUTING) for phases in observation.phases]
+    told = (spent > 0) & (expected > 0.05 * expected.max())
+    ratio = np.where(told, spent / np.maximum(expected, 1e-300), np.nan)
+    ratio = ratio / np.exp(np.nanmean(np.log(ratio))) if told.any() else ratio
+    if not told.any() or np.nanmax(ratio) < 1.2 * np.nanmin(ratio):
+        return np.ones(topology.world_size)
+    return np.where(told, ratio, 1.0)
 
 
 def _predict(seen: Observation, workload: Workload, topology: Topology, engine: Engine) -> Predicted:

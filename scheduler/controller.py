@@ -219,7 +219,7 @@ class Controller:
             return self._return(view, broken)
         if self.stopped:
             return self._stay(view, "stopped: switching did not pay", verdict="stopped")
-        if not view.triggers:
+        if not view.triggers and not self._open:  # what was found waits for the rule's clauses, not for a trigger
             self._held, self._lost_s = 0, 0.0
             return self._stay(view, "no trigger")
         if not self._open and not self._search_pays(view.triggers, self._waited_s):

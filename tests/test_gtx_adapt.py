@@ -96,14 +96,16 @@ def test_a_wrong_belief_is_corrected_while_the_run_lasts(tmp_path: Path) -> None
         return counts
 
     assert 0 < rows(first)[1] < 0.4 * rows(first)[0], "by the file rank 1 gets little"
-    assert rows(last)[1] > 0.6 * rows(last)[0], "by what was measured it gets its share"
+    assert rows(last)[1] > 1.5 * rows(first)[1], "by what was measured it gets more"
     switch = next(decision for decision in told["decisions"] if decision["verdict"] == "switch")
-    assert switch["slowness"][0] > 1.5 and switch["promised_s"] < switch["measured_s"]
+    assert switch["promised_s"] < switch["measured_s"]
+    one, two = (device["row_flops_per_s"] for device in told["topology"]["devices"])
+    assert one / two < 4.0, "the first window told that they are less unlike than six to one"
     assert len(told["windows"]) == len(told["decisions"])
     assert told["spent_s"]["controller"] > 0 and told["seconds"] > 0
     again = [decision.as_dict() for decision in replay_run(tmp_path / "two" / "run")]
     assert json.loads(json.dumps(again)) == told["decisions"], "the report's records give the same decisions"
-    other = replay_run(tmp_path / "two" / "run", ["scheduler.straggler=9", "scheduler.hotspot=9", "scheduler.drift=9"])
+    other = replay_run(tmp_path / "two" / "run", ["scheduler.delta=0.9"])
     assert all(decision.verdict == "stay" for decision in other)
 
 
@@ -118,8 +120,7 @@ def test_an_adaptive_run_starts_under_its_plan_file_and_leaves_it_if_it_is_bad(t
     assert losses == pytest.approx(alone, rel=1e-9)
     told = report["scheduler"]
     assert told["plans"][0]["fingerprint"] == idle.fingerprint and told["probes"] == []
-    switch = next(decision for decision in told["decisions"] if decision["verdict"] == "switch")
-    assert "compute hotspot" in switch["triggers"]
+    assert told["windows"][0]["window"]["imbalance"] > 1.5
     assert {rank for place in report["partitions"] for rank in place["ranks"]} == {0, 1}
 
 

@@ -76,6 +76,15 @@ def test_rates_are_found_again() -> None:
     assert made.topology.step_s == pytest.approx(0.02, rel=0.01)
 
 
+def test_a_rank_that_was_believed_slow_is_found_to_be_like_the_other() -> None:
+    wrong = PRIOR.with_speeds([1.0, 6.0])
+    made = fit(WORK, wrong, Engine(), [seen("graph")])
+    first, second = made.topology.devices
+    assert first.row_flops_per_s == pytest.approx(second.row_flops_per_s, rel=0.2)
+    assert first.edge_bytes_per_s == pytest.approx(second.edge_bytes_per_s, rel=0.2)
+    assert max(made.errors) < 0.1
+
+
 def test_memory_is_what_was_there_and_a_multiple_of_the_formula() -> None:
     observations = [seen(mode) for mode in MODES]
     made = fit(WORK, PRIOR, Engine(), observations)
