@@ -1,7 +1,7 @@
 """Fits a topology's rates to what steps really took, and says how well the cost model then predicts.
 
-Non-negative least squares with every row divided by its seconds, so that short and long steps count alike, and a prior
-that keeps what the rows cannot tell. Not here: the formulas (`scheduler/cost.py`) and the first measurement
+Non-negative least squares with every row divided by the seconds of its step, so that short and long steps count alike,
+and a prior that keeps what the rows cannot tell. Not here: the formulas (`scheduler/cost.py`) and the first measurement
 (`calibrate.py`).
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
+from scipy.optimize import lsq_linear, nnls
 
 from monitor import StepRecord
-from scheduler.cost import Engine, busy_terms, estimate, optimizer_s, reduction_s, state_bytes
+from scheduler.cost import Engine, busy_terms, crowding, estimate, optimizer_s, reduction_s, state_bytes
 from scheduler.placing import place
 from scheduler.plan import Plan
 from scheduler.topology import Device, Topology
@@ -25,8 +25,11 @@ from scheduler.workload import Workload
 
 FACTORS = ("row_forward", "row_backward", "edge_forward", "edge_backward", "visits", "packing")
 COMPUTING = ("rowwise", "edgewise", "backward")
+EXCHANGE_REDUCE = "exchange.reduce"
+CONTENTION_WEIGHT = 0.02  # so that none is found where none is needed
+CONTENTIONS = tuple(i / 10 for i in range(11))  # that are tried
 RANK_ROUNDS = 3
-PRIOR_WEIGHT = 0.01  # of each prior, in rows: enough to settle what the rows leave open
+PRIOR_WEIGHT = 1e-4  # of each prior, in rows: enough to settle what the rows leave open
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,26 @@ class Observation:
     phases: tuple[dict[str, float], ...]
     wait_s: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
+
+    @property
+    def crowding(self) -> float:
+        """How much the ranks computed at the same time, see `scheduler.cost.crowding`."""
+        return crowding(sum(self.busy_s), self.step_s, len(self.phases))
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds of each rank in computing and packing."""
+        return tuple(
+            sum(phases.get(name, 0.0) for name in COMPUTING) + self.packing_s(rank)
+            for rank, phases in enumerate(self.phases)
+        )
+
+    def packing_s(self, rank: int) -> float:
+        """Seconds of a rank in exchanges, without waiting and without the reduction of gradients."""
+        passed = (
+            s for name, s in self.phases[rank].items() if name.startswith("exchange.") and name != EXCHANGE_REDUCE
+        )
+        return max(sum(passed) - self.wait_s[rank], 0.0)
 
 
 @dataclass(frozen=True)
@@ -131,11 +154,14 @@ def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[O
 def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Fit:
     ranks = np.ones(topology.world_size)
     for _ in range(RANK_ROUNDS):  # factors by kind and by rank in turn
-        paced = topology.with_speeds(list(ranks))
-        factors, table = _factors(workload, paced, seen)
+        paced = topology.with_speeds(ranks.tolist())
+        tries = [(contention, *_factors(workload, paced, seen, contention)) for contention in CONTENTIONS]
+        contention, factors, table, _ = min(tries, key=lambda t: t[-1] ** 2 + CONTENTION_WEIGHT * t[0] ** 2)
         scaled = replace(paced, devices=tuple(_scaled(device, factors) for device in paced.devices))
+        scaled = replace(scaled, contention=contention)
         ranks = ranks * _rank_factors(workload, scaled, seen)
     scaled = replace(_with_memory(workload, scaled, engine, seen), step_s=_rest(workload, scaled, engine, seen))
+    scaled = _with_latency(workload, scaled, engine, seen)
     used = table[:, (table > 0).any(axis=0)]
     condition = float(np.linalg.cond(used)) if used.size else float("inf")
     fitted = tuple(_predict(observation, workload, scaled, engine) for observation in seen)
@@ -143,19 +169,24 @@ def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[
 
 
 def _factors(
-    workload: Workload, topology: Topology, seen: Sequence[Observation]
-) -> tuple[dict[str, float], npt.NDArray[np.float64]]:
-    """What to multiply each kind of seconds by, the same on all ranks, and the rows that say so."""
+    workload: Workload, topology: Topology, seen: Sequence[Observation], contention: float
+) -> tuple[dict[str, float], npt.NDArray[np.float64], float]:
+    """What to multiply each kind of seconds by, the same on all ranks; the rows that say so, and what these leave."""
     rows: list[list[float]] = []
+    wanted: list[float] = []
     for observation in seen:
         terms = busy_terms(observation.plan, workload, topology, place(observation.plan, workload))
+        slower = 1.0 + contention * observation.crowding
         for rank, phases in enumerate(observation.phases):
-            rows += _rows({name: float(values[rank]) for name, values in terms.items()}, phases, observation, rank)
+            at = {name: slower * float(values[rank]) for name, values in terms.items()}
+            for seconds, parts in _rows(at, phases, observation, rank):
+                rows.append([parts.get(name, 0.0) / observation.step_s for name in FACTORS])
+                wanted.append(seconds / observation.step_s)
     table = np.array(rows) if rows else np.zeros((0, len(FACTORS)))
     prior = np.sqrt(PRIOR_WEIGHT) * np.eye(len(FACTORS))
-    wanted = np.concatenate([np.ones(len(table)), np.sqrt(PRIOR_WEIGHT) * np.ones(len(FACTORS))])
-    solved, _ = nnls(np.vstack([table, prior]), wanted)
-    return {name: float(min(max(value, 0.02), 50.0)) for name, value in zip(FACTORS, solved, strict=True)}, table
+    solved, left = nnls(np.vstack([table, prior]), np.array([*wanted, *np.diag(prior)]))
+    factors = {name: float(min(max(value, 0.02), 50.0)) for name, value in zip(FACTORS, solved, strict=True)}
+    return factors, table, float(left)
 
 
 def _rank_factors(workload: Workload, topology: Topology, seen: Sequence[Observation]) -> npt.NDArray[np.float64]:
@@ -197,17 +228,18 @@ def _with_memory(workload: Workload, topology: Topology, engine: Engine, seen: S
     if not rows or before <= 0:
         return topology
     prior = 0.1 * np.sqrt(PRIOR_WEIGHT)  # plans differ little in what they hold
-    solved, _ = nnls(np.vstack([rows, prior * np.eye(2)]), np.array([*wanted, prior, prior * topology.held]))
-    resident, held = before * float(solved[0]), float(min(max(solved[1], 0.1), 10.0))
+    matrix, values = np.vstack([rows, prior * np.eye(2)]), np.array([*wanted, prior, prior * topology.held])
+    solved = lsq_linear(matrix, values, bounds=([0.1, 0.25], [10.0, 4.0])).x
+    resident, held = before * float(solved[0]), float(solved[1])
     return replace(topology, devices=tuple(replace(d, resident_bytes=resident) for d in topology.devices), held=held)
 
 
-def _rows(terms: dict[str, float], phases: dict[str, float], seen: Observation, rank: int) -> list[list[float]]:
-    """One row per phase: how much each factor's term adds to it, over its seconds."""
+def _rows(
+    terms: dict[str, float], phases: dict[str, float], seen: Observation, rank: int
+) -> list[tuple[float, dict[str, float]]]:
+    """Of each phase: its seconds, and how much each factor's term adds to it."""
     third = terms["visits"] / 3.0
-    exchange = sum(v for name, v in phases.items() if name.startswith("exchange.") and name != "exchange.reduce")
-    whole = sum(phases.values())
-    wanted = [
+    told = [
         (phases.get("rowwise", 0.0), {"row_forward": terms["row_forward"], "visits": third}),
         (phases.get("edgewise", 0.0), {"edge_forward": terms["edge_forward"]}),
         (
@@ -220,13 +252,9 @@ def _rows(terms: dict[str, float], phases: dict[str, float], seen: Observation, 
                 "visits": 2.0 * third,
             },
         ),
-        (max(exchange - seen.wait_s[rank], 0.0), {"packing": terms["packing"]}),
+        (seen.packing_s(rank), {"packing": terms["packing"]}),
     ]
-    rows = []
-    for seconds, parts in wanted:
-        if seconds > 0.01 * whole and sum(parts.values()) > 0:  # what takes no time tells nothing
-            rows.append([parts.get(name, 0.0) / seconds for name in FACTORS])
-    return rows
+    return [(seconds, parts) for seconds, parts in told if seconds > 0 and sum(parts.values()) > 0]
 
 
 def _scaled(device: Device, factors: dict[str, float]) -> Device:
@@ -241,6 +269,31 @@ def _scaled(device: Device, factors: dict[str, float]) -> Device:
         row_backward=device.row_backward * factors["row_backward"] / factors["row_forward"],
         edge_backward=device.edge_backward * factors["edge_backward"] / factors["edge_forward"],
     )
+
+
+def _with_latency(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Topology:
+    """The topology with the latency of its links as large as what is missing from the steps says.
+
+    Ranks that meet wait for each other's jitter besides the message. Least squares of what the predicted steps lack,
+    relative to each step, over how much the step grows with the latency; never less than was calibrated.
+    """
+
+    def later(seconds: float) -> Topology:
+        near, far = topology.same_host, topology.between_hosts
+        return replace(
+            topology,
+            same_host=replace(near, alpha_s=near.alpha_s + seconds),
+            between_hosts=replace(far, alpha_s=far.alpha_s + seconds),
+        )
+
+    small = 1e-3
+    up = down = 0.0
+    for observation in seen:
+        now = estimate(observation.plan, workload, topology, engine).step_s
+        growth = (estimate(observation.plan, workload, later(small), engine).step_s - now) / small
+        lacking = (observation.step_s - now) / observation.step_s
+        up, down = up + growth / observation.step_s * lacking, down + (growth / observation.step_s) ** 2
+    return later(max(up / down, 0.0)) if down > 0 else topology
 
 
 def _rest(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> float:

@@ -319,19 +319,36 @@ def estimate(
     sent = 2.0 * (work.sent + work.returned + work.moved).sum(axis=(0, 1)).sum(axis=1)
     sent += work.fetched.sum(axis=0).sum(axis=1)
     limits = [device.memory_bytes for device in topology.devices]
+    row_s = (before + before_back + after * (1.0 + row_passes)).sum(axis=(0, 1))
+    edge_s = between.sum(axis=(0, 1)) * (1.0 + edge_passes)
+    visits_s = num_waves * plan.num_layers * visit + np.zeros(size)
+    packing += 2.0 * posting.sum(axis=(0, 1))
+    end = float(clock.max())
+    slower = 1.0 + topology.contention * crowding(float((row_s + edge_s + visits_s + packing).sum()), end, size)
     return Estimate(
-        step_s=float(clock.max() + reduction + optimizer + topology.step_s),
-        rowwise_s=_tuple((before + before_back + after * (1.0 + row_passes)).sum(axis=(0, 1))),
-        edgewise_s=_tuple(between.sum(axis=(0, 1)) * (1.0 + edge_passes)),
-        visits_s=_tuple(num_waves * plan.num_layers * visit + np.zeros(size)),
-        packing_s=_tuple(packing + 2.0 * posting.sum(axis=(0, 1))),
-        wait_s=_tuple(waited),
+        step_s=slower * end + reduction + optimizer + topology.step_s,
+        rowwise_s=_tuple(slower * row_s),
+        edgewise_s=_tuple(slower * edge_s),
+        visits_s=_tuple(slower * visits_s),
+        packing_s=_tuple(slower * packing),
+        wait_s=_tuple(slower * waited),
         reduction_s=reduction,
         optimizer_s=optimizer,
         sent_bytes=_tuple(sent),
         memory_bytes=_tuple(memory),
         fits=bool(all(m <= limit for m, limit in zip(memory, limits, strict=True))),
     )
+
+
+def crowding(busy_s: float, step_s: float, size: int) -> float:
+    """How much ranks compute at the same time: 0 if one after the other, 1 if all are busy all along.
+
+    `(busy / step - 1) / (P - 1)`, busy the seconds of all ranks together. Ranks that share a memory slow each other
+    down by it: on two cores of one processor the same work took up to 1.5 times as long (docs/log.md, 2026-11-30).
+    """
+    if size == 1 or step_s <= 0:
+        return 0.0
+    return float(min(max((busy_s / step_s - 1.0) / (size - 1), 0.0), 1.0))
 
 
 def reduction_s(parameters: int, topology: Topology, zero_stage: int, rounds: int) -> float:

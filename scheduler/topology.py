@@ -84,7 +84,8 @@ class Topology:
     """devices: one a rank. same_host, between_hosts: links. optimizer_bytes_per_s: of an optimizer step's memory
     traffic. step_s: what a step costs beside all that. host_bytes_per_s: between device and host, for offload.
     slow_links: (rank, rank, times slower) of links that are slower than their kind. held: bytes that activations take
-    over what the formula counts. made: date and command, or "by hand".
+    over what the formula counts. contention: share by which ranks slow each other down when all compute at once, as
+    ranks that share a memory do. made: date and command, or "by hand".
     """
 
     devices: tuple[Device, ...]
@@ -95,6 +96,7 @@ class Topology:
     host_bytes_per_s: float = FREE
     slow_links: tuple[tuple[int, int, float], ...] = ()
     held: float = 1.0
+    contention: float = 0.0
     made: str = "by hand"
 
     def __post_init__(self) -> None:
@@ -175,6 +177,7 @@ def check_topology(topology: Topology) -> None:
         _require(link.bytes_per_s > 0, f"topology.{where}.bytes_per_s", link.bytes_per_s, "positive")
     for name in ("optimizer_bytes_per_s", "host_bytes_per_s"):
         _require(getattr(topology, name) > 0, f"topology.{name}", getattr(topology, name), "positive")
+    _require(topology.contention >= 0, "topology.contention", topology.contention, "at least 0")
     _require(topology.held > 0, "topology.held", topology.held, "positive")
     _require(topology.step_s >= 0, "topology.step_s", topology.step_s, "at least 0")
     size = len(topology.devices)

@@ -71,7 +71,7 @@ def test_rates_are_found_again() -> None:
     assert made.factors["edge_forward"] == pytest.approx(0.5, rel=0.02)
     assert made.factors["packing"] == pytest.approx(1.5, rel=0.02)
     # Every plan here has as many edges a row: backward's shares cannot be told apart, their sum can.
-    assert made.condition > 1e3
+    assert made.condition > 500
     assert max(made.errors) < 0.01 and max(made.held_out_errors) < 0.02
     assert made.topology.step_s == pytest.approx(0.02, rel=0.01)
 
