@@ -208,6 +208,13 @@ class EngineConfig(_Section):
     timeout_s: PositiveNumber = 300.0
     threads: NonNegative = 0
 
+    @field_validator("zero_stage", mode="before")
+    @classmethod
+    def _a_stage_is_no_switch(cls, stage: object) -> object:
+        if isinstance(stage, bool):  # else True would pass for 1
+            raise ValueError(f"{stage} is none of 0, 1, 2, 3 and auto")
+        return stage
+
     @model_validator(mode="after")
     def _plain_engine_is_plain(self) -> EngineConfig:
         if self.name == "torch":

@@ -182,6 +182,7 @@ def given(mode: str) -> dict[str, Any]:
         "setting": mode,
         "topology": None,
         "calibration": None,
+        "watch": None,
         **{key: [] for key in ("candidates", "probes", "windows", "decisions", "switches")},
         "spent_s": {"monitor": 0.01, "controller": 0.0, "start": 0.0},
         "regret": None,

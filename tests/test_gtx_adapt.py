@@ -72,7 +72,7 @@ def test_a_wrong_belief_is_corrected_while_the_run_lasts(tmp_path: Path) -> None
     fast = Device(2e10, 2e9, 1e-3, 8e9, row_bytes_per_s=2e9, packed_bytes_per_s=2e9, message_s=1e-4)
     machine = Topology((fast, fast.slowed(6.0)), Link(2e-4, 2e9), Link(2e-4, 2e9), 1e10, 0.0)
     (tmp_path / "machine.json").write_text(machine.to_json())
-    steps = ["train.steps=80", "sampling.fanout=16"]
+    steps = ["train.steps=36", "data.name=sbm", "data.options={num_nodes: 8000, num_edges: 120000}"]
     settings = [f"plan.topology={tmp_path / 'machine.json'}", "scheduler.probe_steps=0", "scheduler.window=4"]
     settings += [
         "plan.allow=[graph]",

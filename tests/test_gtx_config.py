@@ -213,7 +213,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"model": {"width": None}}, "model.width is None: input should be a valid integer"),
     ({"model": {"dropout": "a lot"}}, "model.dropout is 'a lot': input should be a valid number"),
     ({"engine": {"lr": True}}, "engine.lr is True: input should be a valid number"),
-    ({"engine": {"zero_stage": True}}, "engine.zero_stage is True: input should be 0, 1, 2, 3 or 'auto'"),
+    ({"engine": {"zero_stage": True}}, "engine.zero_stage: True is none of 0, 1, 2, 3 and auto"),
     ({"engine": {"betas": [0.9]}}, "engine.betas.1 is missing, there is only [0.9]"),
     ({"engine": {"betas": ["a", 0.9]}}, "engine.betas.0 is 'a': input should be a valid number"),
     ({"monitor": {"progress": "perhaps"}}, "monitor.progress is 'perhaps': input should be a valid boolean"),
