@@ -117,6 +117,10 @@ def main() -> None:
             table["step_error"] = (table.held_out_s / table.measured_s - 1.0).abs()
             table["memory_error"] = (table.held_out_memory_bytes / table.measured_memory_bytes - 1.0).abs()
             print(summary(table).round(2).to_string(), flush=True)
+            tell(table)  # so that what was measured stays if this is stopped
+
+
+def tell(table: pd.DataFrame) -> None:
     first = table[table.repeat == 0]
     shown = pd.DataFrame(
         {
