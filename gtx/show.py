@@ -23,6 +23,8 @@ from scheduler.plan import Plan
 from scheduler.search import Found, search
 from scheduler.topology import Topology
 
+_COLUMNS = (("step", "ms"), ("busiest", "ms"), ("waiting", "ms"), ("sent", "MiB"), ("memory", "MiB"))
+
 
 def show_partition(config: Config, console: Console | None = None) -> None:
     """Cut the graph as the config says (or find it cut), and print each partition."""
@@ -101,16 +103,19 @@ def _predict(
         found = search(workload, topology, engine, limits)
     console.print(_placements(plan, graph))
     console.print(_families(found, plan, estimate(plan, workload, topology, engine), config))
+    for candidate in found.candidates:
+        console.print(f"{candidate.family}: {candidate.reason}", soft_wrap=True, highlight=False, markup=False)
     picked = f"; ZeRO stage {engine.zero_stage}{', optimizer on the host' * engine.offload}" * config.plan.searched
     console.print(f"{found.tried} plans priced{picked}", highlight=False)
     return plan
 
 
 def _families(found: Found, plan: Plan, configured: Estimate, config: Config) -> Table:
-    table = Table("plan", "step, ms", "busiest, ms", "waiting, ms", "sent, MiB", "memory, MiB", "verdict", "reason")
+    """Fits 80 columns; the reasons follow as lines."""
+    table = Table("plan", *(f"{name}\n{unit}" for name, unit in _COLUMNS), "verdict")
 
-    def row(name: str, cost: Estimate | None, verdict: str, reason: str) -> None:
-        cells = ["-"] * 5
+    def row(name: str, cost: Estimate | None, verdict: str) -> None:
+        cells = ["-"] * len(_COLUMNS)
         if cost is not None:
             cells = [
                 f"{cost.step_s * 1e3:.1f}",
@@ -119,10 +124,10 @@ def _families(found: Found, plan: Plan, configured: Estimate, config: Config) ->
                 f"{sum(cost.sent_bytes) / 2**20:.1f}",
                 f"{max(cost.memory_bytes) / 2**20:.0f}",
             ]
-        table.add_row(name, *cells, verdict, reason)
+        table.add_row(name, *cells, verdict)
 
     for candidate in found.candidates:
-        row(candidate.family, candidate.estimate, candidate.verdict, candidate.reason)
+        row(candidate.family, candidate.estimate, candidate.verdict)
     if not config.plan.searched:
-        row("as configured", configured, "fits" if configured.fits else "too large", "")
+        row("configured", configured, "fits" if configured.fits else "too large")
     return table

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+import launch
 from gtx.adapt import limits_of, pick_engine, rules_of
 from gtx.config import SchedulerConfig, parse_config
 from gtx.processes import run_ranks
@@ -105,6 +106,7 @@ def test_a_wrong_belief_is_corrected_while_the_run_lasts(tmp_path: Path) -> None
     assert told["spent_s"]["controller"] > 0 and told["seconds"] > 0
     again = [decision.as_dict() for decision in replay_run(tmp_path / "two" / "run")]
     assert json.loads(json.dumps(again)) == told["decisions"], "the report's records give the same decisions"
+    assert launch.main(["replay", str(tmp_path / "two" / "run")]) == 0
     other = replay_run(tmp_path / "two" / "run", ["scheduler.delta=0.9"])
     assert all(decision.verdict == "stay" for decision in other)
 

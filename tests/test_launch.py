@@ -221,6 +221,25 @@ def test_a_written_plan_runs_under_torchrun(plain: Ended, folder: Path, capsys: 
     assert (folder / "from-file" / "plan-0.json").read_text(encoding="utf-8") == file.read_text(encoding="utf-8")
 
 
+def test_a_measured_machine_is_planned_for_and_played(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`calibrate` under torchrun writes what `plan --topology` and `simulate` read."""
+    machine = folder / "machine.json"
+    ended = command(*launched("torchrun"), "calibrate", CONFIG, *settings(folder), "--out", machine)
+    assert ended.status == 0 and "2 rank(s) measured" in ended.out, ended.out + ended.err
+    asked = [str(ROOT / CONFIG), *settings(folder), "--topology", str(machine)]
+    assert launch.main(["plan", *asked, "plan.mode=auto", "engine.zero_stage=auto"]) == 0
+    out = capsys.readouterr().out
+    assert "plans priced; ZeRO stage " in out and out.count("│") > 50
+    for word in ("graph", "model", "pipeline", "data", "chosen"):
+        assert word in out, word
+    played = folder / "played.json"
+    event = ["--event", "20:rank 1:3", "--steps", "120", "--out", str(played)]
+    assert launch.main(["simulate", *asked, "plan.mode=adaptive", "--devices", "4", *event]) == 0
+    runs = {run["name"]: run for run in json.loads(played.read_text(encoding="utf-8"))}
+    assert set(runs) >= {"graph", "adaptive"}
+    assert runs["adaptive"]["total_s"] <= runs["graph"]["total_s"] * 1.001
+
+
 def test_partition_shows_every_part(plain: Ended, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["partition", str(ROOT / CONFIG), *settings(folder)]) == 0
     out = capsys.readouterr().out
