@@ -28,7 +28,8 @@ COMPUTING = ("rowwise", "edgewise", "backward")
 EXCHANGE_REDUCE = "exchange.reduce"
 CONTENTION_WEIGHT = 0.02  # so that none is found where none is needed
 CONTENTIONS = tuple(i / 10 for i in range(11))  # that are tried
-RANK_ROUNDS = 3
+RANK_ROUNDS = 5  # at most
+Terms = dict[str, npt.NDArray[np.float64]]  # seconds of each rank by kind
 PRIOR_WEIGHT = 1e-4  # of each prior, in rows: enough to settle what the rows leave open
 
 
@@ -135,7 +136,7 @@ def observe(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Observation:
 def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Fit:
     """Scale the rates of a topology so that its terms match the seconds of each phase and rank.
 
-    A factor for each kind of work, common to all ranks, and one for each rank where they differ by more than a fifth.
+    A factor for each kind of work, common to all ranks, and one for each rank where they differ by more than a tenth.
 
     Raises ValueError without observations.
     """
@@ -153,13 +154,19 @@ def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[O
 
 def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Fit:
     ranks = np.ones(topology.world_size)
+    placed = [place(observation.plan, workload) for observation in seen]
     for _ in range(RANK_ROUNDS):  # factors by kind and by rank in turn
         paced = topology.with_speeds(ranks.tolist())
-        tries = [(contention, *_factors(workload, paced, seen, contention)) for contention in CONTENTIONS]
+        terms = [busy_terms(o.plan, workload, paced, at) for o, at in zip(seen, placed, strict=True)]
+        tries = [(contention, *_factors(terms, seen, contention)) for contention in CONTENTIONS]
         contention, factors, table, _ = min(tries, key=lambda t: t[-1] ** 2 + CONTENTION_WEIGHT * t[0] ** 2)
         scaled = replace(paced, devices=tuple(_scaled(device, factors) for device in paced.devices))
         scaled = replace(scaled, contention=contention)
-        ranks = ranks * _rank_factors(workload, scaled, seen)
+        terms = [busy_terms(o.plan, workload, scaled, at) for o, at in zip(seen, placed, strict=True)]
+        apart = _rank_factors(terms, seen)
+        if (apart == 1.0).all():
+            break
+        ranks = ranks * apart
     scaled = replace(_with_memory(workload, scaled, engine, seen), step_s=_rest(workload, scaled, engine, seen))
     scaled = _with_latency(workload, scaled, engine, seen)
     used = table[:, (table > 0).any(axis=0)]
@@ -169,13 +176,12 @@ def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[
 
 
 def _factors(
-    workload: Workload, topology: Topology, seen: Sequence[Observation], contention: float
+    terms_seen: Sequence[Terms], seen: Sequence[Observation], contention: float
 ) -> tuple[dict[str, float], npt.NDArray[np.float64], float]:
     """What to multiply each kind of seconds by, the same on all ranks; the rows that say so, and what these leave."""
     rows: list[list[float]] = []
     wanted: list[float] = []
-    for observation in seen:
-        terms = busy_terms(observation.plan, workload, topology, place(observation.plan, workload))
+    for observation, terms in zip(seen, terms_seen, strict=True):
         slower = 1.0 + contention * observation.crowding
         for rank, phases in enumerate(observation.phases):
             at = {name: slower * float(values[rank]) for name, values in terms.items()}
@@ -189,19 +195,20 @@ def _factors(
     return factors, table, float(left)
 
 
-def _rank_factors(workload: Workload, topology: Topology, seen: Sequence[Observation]) -> npt.NDArray[np.float64]:
-    """How many times slower each rank computes than the others and the topology say; 1 for all within a fifth."""
-    spent, expected = np.zeros(topology.world_size), np.zeros(topology.world_size)
-    for observation in seen:
-        terms = busy_terms(observation.plan, workload, topology, place(observation.plan, workload))
+def _rank_factors(terms_seen: Sequence[Terms], seen: Sequence[Observation]) -> npt.NDArray[np.float64]:
+    """How many times slower each rank computes than the others and the terms say; 1 for all within a tenth."""
+    size = len(seen[0].phases)
+    spent, expected, work = np.zeros(size), np.zeros(size), np.zeros(size)
+    for observation, terms in zip(seen, terms_seen, strict=True):
         expected += sum(values for name, values in terms.items() if name != "packing")
+        work += sum(values for name, values in terms.items() if name not in ("packing", "visits"))
         spent += [sum(phases.get(name, 0.0) for name in COMPUTING) for phases in observation.phases]
-    told = (spent > 0) & (expected > 0.05 * expected.max())
-    ratio = np.where(told, spent / np.maximum(expected, 1e-300), np.nan)
-    ratio = ratio / np.exp(np.nanmean(np.log(ratio))) if told.any() else ratio
-    if not told.any() or np.nanmax(ratio) < 1.2 * np.nanmin(ratio):
-        return np.ones(topology.world_size)
-    return np.where(told, ratio, 1.0)
+    told = (spent > 0) & (work > 0.1 * work.max())  # a rank that mostly visits tells of visits, not of itself
+    if told.sum() < 2:
+        return np.ones(size)
+    ratio = np.where(told, spent / np.maximum(expected, 1e-300), 1.0)
+    ratio = np.where(told, ratio / np.exp(np.log(ratio[told]).mean()), 1.0)
+    return ratio if ratio.max() >= 1.1 * ratio.min() else np.ones(size)
 
 
 def _predict(seen: Observation, workload: Workload, topology: Topology, engine: Engine) -> Predicted:
@@ -275,8 +282,11 @@ def _with_latency(workload: Workload, topology: Topology, engine: Engine, seen: 
     """The topology with the latency of its links as large as what is missing from the steps says.
 
     Ranks that meet wait for each other's jitter besides the message. Least squares of what the predicted steps lack,
-    relative to each step, over how much the step grows with the latency; never less than was calibrated.
+    relative to each step, over how much the step grows with the latency; never less than was calibrated. One
+    observation cannot tell it from the rest.
     """
+    if len(seen) == 1:
+        return topology
 
     def later(seconds: float) -> Topology:
         near, far = topology.same_host, topology.between_hosts

@@ -68,8 +68,11 @@ def test_trying_every_family_changes_no_loss(tmp_path: Path) -> None:
     assert told["regret"]["share"] >= 0
 
 
-def test_a_wrong_belief_is_corrected_while_the_run_lasts(tmp_path: Path) -> None:
-    """By the topology file rank 1 is far slower than it is: the first plan is bad, the controller mends it."""
+def test_a_wrong_belief_is_found_out_while_the_run_lasts(tmp_path: Path) -> None:
+    """By the topology file rank 1 is six times slower than it is; the first window's fit says that it is not.
+
+    Whether a switch then pays depends on what else runs on the machine; `test_scheduler_controller.py` is exact.
+    """
     fast = Device(2e10, 2e9, 1e-3, 8e9, row_bytes_per_s=2e9, packed_bytes_per_s=2e9, message_s=1e-4)
     machine = Topology((fast, fast.slowed(6.0)), Link(2e-4, 2e9), Link(2e-4, 2e9), 1e10, 0.0)
     (tmp_path / "machine.json").write_text(machine.to_json())
@@ -86,20 +89,14 @@ def test_a_wrong_belief_is_corrected_while_the_run_lasts(tmp_path: Path) -> None
     report, losses = train(tmp_path / "two", 2, "plan.mode=adaptive", *settings, *steps)
     assert losses == pytest.approx(alone, rel=1e-9)
     told = report["scheduler"]
-    first, last = (
-        from_json((tmp_path / "two" / "run" / f"plan-{n}.json").read_text()) for n in (0, len(told["plans"]) - 1)
-    )
-
-    def rows(plan: Any) -> list[int]:
-        counts = [0, 0]
-        for place, entry in zip(plan.partitions, report["partitions"], strict=True):
-            counts[place.ranks[0]] += entry["rows"]
-        return counts
-
-    assert 0 < rows(first)[1] < 0.4 * rows(first)[0], "by the file rank 1 gets little"
-    assert rows(last)[1] > 1.5 * rows(first)[1], "by what was measured it gets more"
-    switch = next(decision for decision in told["decisions"] if decision["verdict"] == "switch")
-    assert switch["promised_s"] < switch["measured_s"]
+    first = from_json((tmp_path / "two" / "run" / "plan-0.json").read_text())
+    rows = [0, 0]
+    for place, entry in zip(first.partitions, report["partitions"], strict=True):
+        rows[place.ranks[0]] += entry["rows"]
+    assert 0 < rows[1] < 0.4 * rows[0], "by the file rank 1 gets little"
+    for decision in told["decisions"]:
+        if decision["verdict"] == "switch":
+            assert decision["promised_s"] < decision["measured_s"]
     one, two = (device["row_flops_per_s"] for device in told["topology"]["devices"])
     assert one / two < 4.0, "the first window told that they are less unlike than six to one"
     assert len(told["windows"]) == len(told["decisions"])
