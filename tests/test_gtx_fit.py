@@ -12,6 +12,7 @@ from monitor import ExchangeRecord, StepRecord
 from scheduler.cost import Engine, busy_terms, estimate, state_bytes
 from scheduler.placing import place
 from scheduler.plan import MODES, Plan, fixed_plan
+from scheduler.search import Limits, search
 from scheduler.topology import Device, Link, Topology
 from scheduler.workload import ModelShape, uniform_workload
 
@@ -83,6 +84,19 @@ def test_a_rank_that_was_believed_slow_is_found_to_be_like_the_other() -> None:
     assert first.row_flops_per_s == pytest.approx(second.row_flops_per_s, rel=0.2)
     assert first.edge_bytes_per_s == pytest.approx(second.edge_bytes_per_s, rel=0.2)
     assert max(made.errors) < 0.1
+
+
+def test_a_plan_made_for_a_wrong_belief_is_left_once_a_window_was_fitted() -> None:
+    """By the belief rank 1 gets little, by what its steps took it gets its share."""
+    wrong, only = PRIOR.with_speeds([1.0, 6.0]), Limits(allow=("graph",))
+
+    def parts_of_rank_1(plan: Plan) -> int:
+        return sum(place.ranks == (1,) for place in plan.partitions)
+
+    bad = search(WORK, wrong, limits=only).plan
+    assert 1 <= parts_of_rank_1(bad) <= 2
+    made = fit(WORK, wrong, Engine(), [seen_under(bad)])
+    assert parts_of_rank_1(search(WORK, made.topology, limits=only).plan) >= 3
 
 
 def test_memory_is_what_was_there_and_a_multiple_of_the_formula() -> None:
