@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+OWN = ("gtx", "scheduler", "sparse_engine", "monitor")
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line. deepspeed puts `--local_rank` before the subcommand; ranks come from the environment."""
@@ -172,6 +174,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     except ValueError as error:
         print(f"gtx: {error}", file=sys.stderr, flush=True)
+        status = 2
+    except ModuleNotFoundError as error:
+        name = (error.name or str(error)).partition(".")[0]
+        if name in OWN:
+            raise
+        print(
+            f"gtx: the package {name} is not installed; run make setup, or pip install -c constraints.txt -e '.[dev]'",
+            file=sys.stderr,
+            flush=True,
+        )
         status = 2
     except Exception as error:
         from gtx.parallel.world import ExchangeError

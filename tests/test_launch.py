@@ -251,6 +251,21 @@ def test_partition_shows_every_part(plain: Ended, folder: Path, capsys: pytest.C
 # When something is wrong ----------------------------------------------------------------------------------------------
 
 
+def test_a_missing_package_is_one_line(folder: Path) -> None:
+    text = """
+    import sys
+    sys.path.insert(0, {root!r})
+    sys.modules["deepspeed"] = None
+    import launch
+    sys.exit(launch.main(sys.argv[1:]))
+    """
+    script = written(folder, "without", text.replace("{root!r}", "'{root}'"))
+    ended = train(folder, "python", "without", script=script)
+    assert ended.status == 2
+    assert ended.err.splitlines()[-1].startswith("gtx: the package deepspeed is not installed; run make setup")
+    assert "Traceback" not in ended.err
+
+
 def assert_one_line(ended: Ended, *parts: str) -> None:
     """Status 2 and one line for the user."""
     assert ended.status == 2, ended.err
