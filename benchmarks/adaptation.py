@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from scheduler.plan import from_json
 from scheduler.search import family_of
 from scheduler.topology import FORMAT, topology_from_json
 
-LINK_BYTES_PER_S = 12.5e6  # of the throttled link, 100 Mbit/s
+LINK = "50mbit"  # of the throttled link
+LINK_BYTES_PER_S = 50e6 / 8
 WINDOW = 5
 ADAPTIVE = ["plan.mode=adaptive", f"scheduler.window={WINDOW}"]
 FIXED = ("graph", "model", "pipeline", "data")
@@ -51,22 +53,16 @@ class Scenario:
 
 
 SBM = "data.options={num_nodes: 20000, num_edges: 200000, num_blocks: 16, homophily: 0.9}"
+SMALLER = "data.options={num_nodes: 10000, num_edges: 100000, num_blocks: 16, homophily: 0.9}"
+HUBS = "data.options={num_nodes: 8192, num_edges: 500000}"  # one of two parts gets nine tenths of the edges
 SCENARIOS = {
     "rank": Scenario(("data.name=sbm", SBM, "sampling.fanout=10"), 120, 40, 2.0),
-    "link": Scenario(
-        ("data.name=sbm", SBM, "sampling.fanout=10", "batch.kind=cluster", "batch.parts=8", "batch.micro_batches=3"),
-        100,
-        40,
-    ),
-    "hub": Scenario(
-        ("data.name=rmat", "data.options={num_nodes: 8192, num_edges: 500000}", "partition.parts=4"),
-        60,
-        0,
-    ),
+    "link": Scenario(("data.name=sbm", SMALLER, "sampling.fanout=10"), 80, 40),
+    "hub": Scenario(("data.name=rmat", HUBS, "partition.parts=2", "sampling.fanout=null", "model.width=32"), 60, 0),
 }
 
 
-EVENTS = {"rank": busy_core, "link": throttled_link, "hub": nothing}
+EVENTS = {"rank": busy_core, "link": partial(throttled_link, LINK), "hub": nothing}
 
 
 def run(name: str, overrides: Sequence[str], folder: Path) -> Path:
