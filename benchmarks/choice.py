@@ -84,14 +84,16 @@ def main() -> None:
     for name in list(WORKLOADS)[: options.workloads]:
         with tempfile.TemporaryDirectory(prefix="gtx-benchmark-") as folder:
             rows.append(workload(name, options.repeats, options.steps, Path(folder)))
-        print(pd.DataFrame(rows).round(2).to_string(), flush=True)
-    table = pd.DataFrame(rows)
+        tell(pd.DataFrame(rows), options.repeats)  # so that what was measured stays if this is stopped
+
+
+def tell(table: pd.DataFrame, repeats: int) -> None:
     ratio = table["auto over best"]
     write(
         "choice",
         "What `auto` chooses",
         f"GT of 3 layers, width 64, fan-out 10, engine torch, two ranks with a core each; medians of late steps of "
-        f"{options.repeats} run(s) each. Over the best fixed mode, auto took {ratio.median():.3f} times as long in the "
+        f"{repeats} run(s) each. Over the best fixed mode, auto took {ratio.median():.3f} times as long in the "
         f"median and {ratio.max():.3f} at worst.\n\n" + table.round(2).to_markdown(index=False),
     )
 
