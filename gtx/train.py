@@ -6,6 +6,7 @@ Not here: what a step does (`parallel/executor.py`), what the optimizer is (`eng
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -216,6 +217,7 @@ class Run:
         self.evaluations: list[dict[str, Any]] = []
         self.seconds = 0.0  # of all steps, evaluation and switches with them
         self._edges = np.zeros(2)  # attended and whole
+        self._gathers_s: list[float] = []  # each step's gathering of records, waiting for slower ranks with it
         self._adopt(0)
 
     def _adopt(self, step: int) -> None:
@@ -265,6 +267,9 @@ class Run:
                 self._adopt(step + 1)
                 switched_s = time.perf_counter() - begin
         self.seconds = time.perf_counter() - began
+        # The rank that comes last to a gathering waits for nobody: what it takes is what gathering costs.
+        gathers_s = self.world.gather_facts(self._gathers_s)
+        self.pilot.spent_s["monitor"] += math.fsum(min(ranks) for ranks in zip(*gathers_s, strict=True))
         self._edges = self.world.sum_facts(torch.from_numpy(self._edges)).numpy()
 
     def _evaluate(self, step: int) -> dict[str, float | None]:
@@ -310,7 +315,10 @@ class Run:
             prepared_s=(compiled.sampling_s, compiled.compiling_s),
             device_utilisation=device_utilisation(str(self.world.device)),
         )
+        gathering = time.perf_counter()
         everyone = gather_steps(record, self.world.gather_facts)
+        gathered = time.perf_counter()
+        self._gathers_s.append(gathered - gathering)
         spans = self.timer.spans
         self.losses.append(result.loss)
         if self.sinks is not None:
@@ -320,7 +328,7 @@ class Run:
             traces = self.world.gather_facts(spans)
             if self.sinks is not None:
                 self.sinks.keep_trace(step, self.plan, traces)
-        self.pilot.spent_s["monitor"] += time.perf_counter() - began
+        self.pilot.spent_s["monitor"] += time.perf_counter() - gathered + gathering - began
         return everyone
 
 
