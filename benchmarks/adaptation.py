@@ -148,10 +148,11 @@ def compare(name: str, repeats: int, folder: Path) -> pd.DataFrame:
         cases["best afterwards"] = [f"plan.file={best}"]
         for label, overrides in cases.items():
             kept = folder / f"{label.replace(', ', '-')}-{repeat}"
-            done = (kept / "run" / "strategy-report.json").exists()
-            if not done:
-                shutil.rmtree(kept, ignore_errors=True)  # of one that was interrupted
+            asked = kept / "asked.txt"  # what a kept run is of
+            if not asked.exists() or asked.read_text() != repr((scenario, overrides)):
+                shutil.rmtree(kept, ignore_errors=True)
                 run(name, overrides, kept)
+                asked.write_text(repr((scenario, overrides)))
             run_dir = kept / "run"
             if not best.exists():
                 machine_after(name, load_report(run_dir), machine)
