@@ -54,7 +54,7 @@ class Scenario:
 
 SBM = "data.options={num_nodes: 20000, num_edges: 200000, num_blocks: 16, homophily: 0.9}"
 WIDE = "data.options={num_nodes: 20000, num_edges: 200000, num_blocks: 16, homophily: 0.6}"  # much to exchange
-THREE = ("batch.kind=cluster", "batch.parts=4", "batch.micro_batches=3")  # which two ranks can only share two to one
+THREE = ("partition.parts=12", "batch.kind=cluster", "batch.parts=4", "batch.micro_batches=3")  # shared out two to one
 HUBS = "data.options={num_nodes: 8192, num_edges: 500000}"  # one of two parts gets nine tenths of the edges
 SCENARIOS = {
     "rank": Scenario(("data.name=sbm", SBM, "sampling.fanout=10"), 120, 40, 2.0),
