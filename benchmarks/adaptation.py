@@ -148,11 +148,9 @@ def compare(name: str, repeats: int, folder: Path) -> pd.DataFrame:
         cases["best afterwards"] = [f"plan.file={best}"]
         for label, overrides in cases.items():
             kept = folder / f"{label.replace(', ', '-')}-{repeat}"
-            asked = kept / "asked.txt"  # what a kept run is of
-            if not asked.exists() or asked.read_text() != repr((scenario, overrides)):
-                shutil.rmtree(kept, ignore_errors=True)
+            if not (kept / "run" / "strategy-report.json").exists():
+                shutil.rmtree(kept, ignore_errors=True)  # of a run that was interrupted
                 run(name, overrides, kept)
-                asked.write_text(repr((scenario, overrides)))
             run_dir = kept / "run"
             if not best.exists():
                 machine_after(name, load_report(run_dir), machine)
@@ -193,7 +191,12 @@ def main() -> None:
     parts, tables = [], []
     for name in options.scenarios.split(","):
         folder = (options.keep or Path(tempfile.mkdtemp(prefix="gtx-benchmark-"))) / name
-        folder.mkdir(parents=True, exist_ok=True)
+        asked = folder / "asked.txt"  # what the kept runs are of
+        wanted = repr((SCENARIOS[name], ADAPTIVE, LINK))
+        if not asked.exists() or asked.read_text() != wanted:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            asked.write_text(wanted)
         table = compare(name, options.repeats, folder)
         tables.append(table)
         told = verdict(table)
