@@ -6,7 +6,6 @@ Not here: what a step does (`parallel/executor.py`), what the optimizer is (`eng
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -43,6 +42,7 @@ from monitor import (
     TensorBoardSink,
     device_utilisation,
     gather_steps,
+    gathering_s,
     memory_source,
     peak_memory_bytes,
     reset_peak_memory,
@@ -267,9 +267,7 @@ class Run:
                 self._adopt(step + 1)
                 switched_s = time.perf_counter() - begin
         self.seconds = time.perf_counter() - began
-        # The rank that comes last to a gathering waits for nobody: what it takes is what gathering costs.
-        gathers_s = self.world.gather_facts(self._gathers_s)
-        self.pilot.spent_s["monitor"] += math.fsum(min(ranks) for ranks in zip(*gathers_s, strict=True))
+        self.pilot.spent_s["monitor"] += gathering_s(self.world.gather_facts(self._gathers_s))
         self._edges = self.world.sum_facts(torch.from_numpy(self._edges)).numpy()
 
     def _evaluate(self, step: int) -> dict[str, float | None]:

@@ -12,6 +12,7 @@ from monitor.records import (
     PeerRecord,
     StepRecord,
     gather_steps,
+    gathering_s,
     json_number,
     slowest_rank,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "current_memory_bytes",
     "device_utilisation",
     "gather_steps",
+    "gathering_s",
     "json_number",
     "memory_source",
     "peak_memory_bytes",

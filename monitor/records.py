@@ -283,3 +283,12 @@ def _string(data: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} is {value!r}; it must be a string")
     return value
+
+
+def gathering_s(ranks: Sequence[Sequence[float]]) -> float:
+    """Seconds that gathering records cost a run, of every rank's seconds in each step's `gather_steps`.
+
+    The rank that comes last to a gathering waits for nobody, so the least of a step is what gathering itself takes; the
+    others wait for a slower rank, as they would at the next exchange.
+    """
+    return math.fsum(min(step) for step in zip(*ranks, strict=True))

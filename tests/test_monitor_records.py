@@ -15,6 +15,7 @@ from monitor.records import (
     ExchangeRecord,
     StepRecord,
     gather_steps,
+    gathering_s,
     json_number,
     slowest_rank,
 )
@@ -148,3 +149,9 @@ def test_records_do_not_change():
     assert made.phases == {"other": 2.0}
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.loss = 0.0
+
+
+def test_gathering_costs_what_the_last_rank_to_come_spends() -> None:
+    assert gathering_s([[0.5, 0.001], [0.001, 0.25]]) == 0.002
+    assert gathering_s([[0.5, 0.001]]) == 0.501, "one rank waits for nobody"
+    assert gathering_s([[], []]) == 0.0
