@@ -18,7 +18,7 @@ from scipy.optimize import lsq_linear, nnls
 
 from monitor import StepRecord
 from scheduler.cost import Engine, busy_terms, crowding, estimate, optimizer_s, reduction_s, state_bytes
-from scheduler.placing import place
+from scheduler.placing import Loads, place
 from scheduler.plan import Plan
 from scheduler.topology import Device, Topology
 from scheduler.workload import Workload
@@ -35,13 +35,18 @@ PRIOR_WEIGHT = 1e-4  # of each prior, in rows: enough to settle what the rows le
 
 @dataclass(frozen=True)
 class Observation:
-    """Medians of some steps under one plan. phases: seconds of each rank by phase; step_s: of the slowest rank."""
+    """Medians of some steps under one plan. phases: seconds of each rank by phase; step_s: of the slowest rank.
+
+    rows, edges: that each rank worked on in all layers, forward; () where it was not recorded.
+    """
 
     plan: Plan
     step_s: float
     phases: tuple[dict[str, float], ...]
     wait_s: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
+    rows: tuple[float, ...] = ()
+    edges: tuple[float, ...] = ()
 
     @property
     def crowding(self) -> float:
@@ -130,6 +135,8 @@ def observe(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Observation:
         tuple({n: median(records[r].phases.get(n, 0.0) for records in steps) for n in sorted(names)} for r in ranks),
         tuple(median(records[r].wait_s for records in steps) for r in ranks),
         tuple(max(records[r].peak_memory_bytes for records in steps) for r in ranks),
+        tuple(float(median(records[r].rows_computed for records in steps)) for r in ranks),
+        tuple(float(median(records[r].edges_computed for records in steps)) for r in ranks),
     )
 
 
@@ -157,12 +164,12 @@ def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[
     placed = [place(observation.plan, workload) for observation in seen]
     for _ in range(RANK_ROUNDS):  # factors by kind and by rank in turn
         paced = topology.with_speeds(ranks.tolist())
-        terms = [busy_terms(o.plan, workload, paced, at) for o, at in zip(seen, placed, strict=True)]
+        terms = [_terms(o, workload, paced, at) for o, at in zip(seen, placed, strict=True)]
         tries = [(contention, *_factors(terms, seen, contention)) for contention in CONTENTIONS]
         contention, factors, table, _ = min(tries, key=lambda t: t[-1] ** 2 + CONTENTION_WEIGHT * t[0] ** 2)
         scaled = replace(paced, devices=tuple(_scaled(device, factors) for device in paced.devices))
         scaled = replace(scaled, contention=contention)
-        terms = [busy_terms(o.plan, workload, scaled, at) for o, at in zip(seen, placed, strict=True)]
+        terms = [_terms(o, workload, scaled, at) for o, at in zip(seen, placed, strict=True)]
         apart = _rank_factors(terms, seen)
         if (apart == 1.0).all():
             break
@@ -173,6 +180,17 @@ def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[
     condition = float(np.linalg.cond(used)) if used.size else float("inf")
     fitted = tuple(_predict(observation, workload, scaled, engine) for observation in seen)
     return Fit(scaled, factors, condition, len(table), tuple(seen), fitted)
+
+
+def _terms(seen: Observation, workload: Workload, topology: Topology, placed: Loads) -> Terms:
+    """Seconds expected of each rank, for the rows and edges that were seen where the workload's step had others."""
+    terms = busy_terms(seen.plan, workload, topology, placed)
+    for kind, amounts, counted in (("row", seen.rows, placed.src_rows), ("edge", seen.edges, placed.edges)):
+        expected = counted.sum(axis=(0, 1))
+        if any(amounts) and (expected > 0).any():
+            times = np.divide(amounts, expected, out=np.ones_like(expected), where=expected > 0)
+            terms |= {name: s * times for name, s in terms.items() if name.startswith(kind)}
+    return terms
 
 
 def _factors(

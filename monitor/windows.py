@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from monitor.records import EXCHANGE_KINDS, StepRecord
@@ -19,7 +19,8 @@ from monitor.records import EXCHANGE_KINDS, StepRecord
 class RankWindow:
     """One rank over a window, medians of a step unless said otherwise.
 
-    compute_s: row-wise and edge-wise work and backward. exchange_s: packing, posting and adding up. wait_s: waiting for
+    compute_s: row-wise and edge-wise work and backward. rows, edges: that this step, the middle one by compute_s,
+    worked on in all layers, where it was recorded. exchange_s: packing, posting and adding up. wait_s: waiting for
     peers. rows_per_s, edges_per_s: of forward row-wise and edge-wise work. peak_memory_bytes: the highest of the steps.
     pair_bytes, pair_wait_s: bytes received from each peer, and seconds waited for it; [] where it was not recorded.
     """
@@ -34,6 +35,8 @@ class RankWindow:
     sent_bytes: float
     peak_memory_bytes: int
     cpu_share: float
+    rows: float = 0.0
+    edges: float = 0.0
     pair_bytes: tuple[float, ...] = ()
     pair_wait_s: tuple[float, ...] = ()
 
@@ -89,14 +92,14 @@ def reduce_window(steps: Sequence[Sequence[StepRecord]], before: Window | None =
     longest = [max(record.work_s for record in records) for records in steps]
     step_s = median(longest)
     compute = [rank.compute_s for rank in ranks]
-    mean = math.fsum(compute) / size
+    average = math.fsum(compute) / size
     return Window(
         first_step=steps[0][0].step,
         last_step=steps[-1][0].step,
         plan_fingerprint=plans.pop(),
         step_s=step_s,
         step_sigma_s=1.4826 * median(abs(s - step_s) for s in longest),
-        imbalance=max(compute) / mean if mean else 1.0,
+        imbalance=max(compute) / average if average else 1.0,
         drift=step_s / before.step_s if before is not None and before.step_s else 1.0,
         ranks=ranks,
     )
@@ -107,12 +110,13 @@ def _reduce_rank(records: Sequence[StepRecord], size: int) -> RankWindow:
     waits = [record.wait_s for record in records]
     phases = ("rowwise", "edgewise", "backward", "other")
     compute = [math.fsum(r.phases.get(name, 0.0) for name in phases) for r in records]
+    middle = _middle(compute)
     pairs = [{p.peer: p for p in record.peers} for record in records]
     with_pairs = any(pairs)
     return RankWindow(
         rank=records[0].rank,
         step_s=median(record.work_s for record in records),
-        compute_s=median(compute),
+        compute_s=mean(compute[i] for i in middle),
         exchange_s=median(max(e - w, 0.0) for e, w in zip(exchange, waits, strict=True)),
         wait_s=median(waits),
         rows_per_s=_rate([r.rows_computed for r in records], [r.phases.get("rowwise", 0.0) for r in records]),
@@ -120,9 +124,17 @@ def _reduce_rank(records: Sequence[StepRecord], size: int) -> RankWindow:
         sent_bytes=median(math.fsum(e.sent_bytes for e in record.exchanges) for record in records),
         peak_memory_bytes=max(record.peak_memory_bytes for record in records),
         cpu_share=median(record.cpu_s / record.wall_s if record.wall_s else 0.0 for record in records),
+        rows=mean(records[i].rows_computed for i in middle),
+        edges=mean(records[i].edges_computed for i in middle),
         pair_bytes=tuple(_per_pair(pairs, peer, "received_bytes") for peer in range(size)) if with_pairs else (),
         pair_wait_s=tuple(_per_pair(pairs, peer, "wait_s") for peer in range(size)) if with_pairs else (),
     )
+
+
+def _middle(values: Sequence[float]) -> list[int]:
+    """Where the median is: one index, or the two that it lies between."""
+    order = sorted(range(len(values)), key=lambda i: (values[i], i))
+    return order[(len(order) - 1) // 2 : len(order) // 2 + 1]
 
 
 def _per_pair(pairs: Sequence[Mapping[int, Any]], peer: int, name: str) -> float:

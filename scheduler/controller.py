@@ -252,9 +252,14 @@ class Controller:
         return median(self._costs)
 
     def _slowness(self, window: Window) -> tuple[float, ...]:
-        """How many times slower than calibrated each rank computes, next to the least slowed; small ones count as 1."""
+        """How many times slower than calibrated each rank computes, next to the least slowed; small ones count as 1.
+
+        Expected of the rows and edges that the window's step had, which need not be those of the workload's step.
+        """
         expected = estimate(self.plan, self.workload, self.topology, self.engine, without=self.without)
-        busy = [a + b + c for a, b, c in zip(expected.rowwise_s, expected.edgewise_s, expected.visits_s, strict=True)]
+        rowwise = _as_seen(expected.rowwise_s, expected.rows, [rank.rows for rank in window.ranks])
+        edgewise = _as_seen(expected.edgewise_s, expected.edges, [rank.edges for rank in window.ranks])
+        busy = [a + b + c for a, b, c in zip(rowwise, edgewise, expected.visits_s, strict=True)]
         floor = 0.05 * max(busy)
         ratios = [rank.compute_s / b if b > floor else math.nan for rank, b in zip(window.ranks, busy, strict=True)]
         known = [r for r in ratios if not math.isnan(r)]
@@ -519,3 +524,14 @@ def replay(controller: Controller, seen: Sequence[Mapping[str, Any]]) -> list[De
         if entry.get("switch_s") is not None:
             controller.switched(float(entry["switch_s"]))
     return controller.decisions
+
+
+def _as_seen(seconds: Sequence[float], amounts: Sequence[float], seen: Sequence[float]) -> list[float]:
+    """Expected seconds of each rank for the amounts that were seen: at its own rate, or the mean one without work.
+
+    As expected where nothing was recorded.
+    """
+    if not any(seen) or not any(amounts):
+        return list(seconds)
+    usual = math.fsum(seconds) / math.fsum(amounts)
+    return [n * (s / a if a > 0 else usual) for s, a, n in zip(seconds, amounts, seen, strict=True)]

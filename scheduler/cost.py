@@ -168,7 +168,7 @@ class Estimate:
     """A plan's predicted cost. Tuples have one entry a rank.
 
     step_s: the whole step. rowwise_s, edgewise_s, visits_s, packing_s: busy seconds. wait_s: seconds until rows had
-    arrived, a pipeline's bubble among them. sent_bytes: of all exchanges.
+    arrived, a pipeline's bubble among them. sent_bytes: of all exchanges. rows, edges: of all layers, forward.
     memory_bytes: what was there before, states and activations. fits: the limit holds.
     """
 
@@ -182,6 +182,8 @@ class Estimate:
     optimizer_s: float
     sent_bytes: tuple[float, ...]
     memory_bytes: tuple[float, ...]
+    rows: tuple[float, ...]
+    edges: tuple[float, ...]
     fits: bool
 
     @property
@@ -336,6 +338,8 @@ def estimate(
         optimizer_s=optimizer,
         sent_bytes=_tuple(sent),
         memory_bytes=_tuple(memory),
+        rows=_tuple(placed.src_rows.sum(axis=(0, 1))),
+        edges=_tuple(placed.edges.sum(axis=(0, 1))),
         fits=bool(all(m <= limit for m, limit in zip(memory, limits, strict=True))),
     )
 

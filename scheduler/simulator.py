@@ -163,6 +163,8 @@ def window_of(costs: Sequence[tuple[Estimate, float]], last_step: int, plan: Pla
             sent_bytes=middle.sent_bytes[rank],
             peak_memory_bytes=int(middle.memory_bytes[rank]),
             cpu_share=1.0,
+            rows=middle.rows[rank],
+            edges=middle.edges[rank],
         )
         for rank in range(truth.world_size)
     )

@@ -86,6 +86,20 @@ def test_a_rank_that_was_believed_slow_is_found_to_be_like_the_other() -> None:
     assert max(made.errors) < 0.1
 
 
+def test_a_rank_that_was_given_more_is_not_taken_for_a_slow_one() -> None:
+    """Rank 1's micro-batches had twice the rows and edges that the workload's step has."""
+    usual = seen("graph")
+    parts = ("rowwise", "edgewise", "backward")
+    twice = {name: s * (2 if name in parts else 1) for name, s in usual.phases[1].items()}
+    placed = place(usual.plan, WORK)
+    rows, edges = (counted.sum(axis=(0, 1)) * [1.0, 2.0] for counted in (placed.src_rows, placed.edges))
+    larger = replace(usual, phases=(usual.phases[0], twice), rows=tuple(rows), edges=tuple(edges))
+    first, second = fit(WORK, PRIOR, Engine(), [larger]).topology.devices
+    assert first.row_flops_per_s == pytest.approx(second.row_flops_per_s)
+    unknown = fit(WORK, PRIOR, Engine(), [replace(larger, rows=(), edges=())]).topology.devices
+    assert unknown[0].row_flops_per_s > 1.5 * unknown[1].row_flops_per_s, "what was not recorded is as expected"
+
+
 def test_a_plan_made_for_a_wrong_belief_is_left_once_a_window_was_fitted() -> None:
     """By the belief rank 1 gets little, by what its steps took it gets its share."""
     wrong, only = PRIOR.with_speeds([1.0, 6.0]), Limits(allow=("graph",))

@@ -245,6 +245,17 @@ def test_a_sender_does_not_wait_for_its_reader() -> None:
 HANG_S = 3.0
 
 
+def facts_of(world: World, sizes: Sequence[int]) -> list[list[tuple[int, bytes]]]:
+    """Gather twice: first facts of one size each, then those of the next rank."""
+    return [world.gather_facts((world.rank, bytes(sizes[(world.rank + i) % world.size]))) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("sizes", [(0, 10, 20), (4000, 4087, 4096), (0, 100_000, 5000), (9000, 0, 0)])
+def test_facts_come_whole_and_in_rank_order_whatever_their_size(sizes: tuple[int, ...]) -> None:
+    expected = [[(rank, bytes(sizes[(rank + i) % 3])) for rank in range(3)] for i in (0, 1)]
+    assert run_ranks(facts_of, 3, sizes) == [expected] * 3
+
+
 def silent_peers(world: World) -> tuple[str, float]:
     """Rank 0 waits for 1 and 2, of which 1 never posts."""
     wish = Wish((1, 1, 1), (None,), ((((0,), (0,), (0,)),), (((), (), ()),), (((), (), ()),)))

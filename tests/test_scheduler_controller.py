@@ -73,6 +73,41 @@ def test_a_rank_that_slows_is_one_switch_which_recovers_most_of_the_gap(noise: f
     assert played.total_s < fixed.total_s
 
 
+def heavier(window: Window, rank: int, amount: float, seconds: float) -> Window:
+    """A window in which a rank worked on `amount` times as much, and computed `seconds` times as long."""
+    ranks = list(window.ranks)
+    one = ranks[rank]
+    ranks[rank] = replace(
+        one, rows=amount * one.rows, edges=amount * one.edges, compute_s=seconds * one.compute_s, wait_s=0.0
+    )
+    return replace(window, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize(("amount", "seconds", "slowness"), [(3.0, 3.0, 1.0), (1.0, 3.0, 3.0), (3.0, 6.0, 2.0)])
+def test_a_rank_whose_micro_batches_are_larger_is_not_a_slow_one(
+    amount: float, seconds: float, slowness: float
+) -> None:
+    """Micro-batches differ from step to step: what a rank worked on counts, not what the first step had."""
+    mind = controller()
+    usual = window_of([(estimate(mind.plan, WORK, MACHINE), 1.0)] * 10, 9, mind.plan, MACHINE)
+    decision = mind.observe(heavier(usual, 2, amount, seconds), steps_left=100)
+    assert decision.slowness[2] == pytest.approx(slowness, rel=0.05)
+    assert ("straggler" in decision.triggers) == (slowness > RULES.straggler)
+
+
+def test_a_rank_without_work_in_the_first_step_is_known_once_it_had_some() -> None:
+    mind = controller()
+    usual = window_of([(estimate(mind.plan, WORK, MACHINE), 1.0)] * 10, 9, mind.plan, MACHINE)
+    idle = uniform_workload(MODEL, [200.0] * 16, [3e4] * 16, 0.5)
+    parts = [p for p, place in enumerate(mind.plan.partitions) if place.ranks == (2,)]
+    assert parts, "the best plan places whole partitions"
+    for layer in [layer for layers in idle.micro_batches for layer in layers]:
+        for amounts in (layer.src_rows, layer.dst_rows, layer.edges):
+            amounts[parts] = 0.0
+    mind.workload = idle
+    assert mind.observe(heavier(usual, 2, 1.0, 3.0), steps_left=100).slowness[2] == pytest.approx(3.0, rel=0.15)
+
+
 def test_a_link_that_fills_is_probed_and_left() -> None:
     played = run([Event(100, (0, 1), 50.0)], workload=NEEDY)
     found = switches(played)

@@ -6,6 +6,7 @@ Not here: rows of hidden states, which only `exchange.py` moves. DeepSpeed's own
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 Group = Any  # torch.distributed.ProcessGroup, absent in a world of one
 
+_FACT_BYTES = 4096  # a step's record is half of it
+_LENGTH = np.dtype("<i8")
 _GRACE_S = 2.0  # for the other waiting ranks to say that they wait, once one has given up
 _LOST_PEER = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "socket", "gloo")
 
@@ -54,10 +59,8 @@ class World:
         """Every rank's `fact` (anything picklable and small), in rank order, on every rank."""
         if self.size == 1:
             return [fact]
-        facts: list[Any] = [None] * self.size
         with self.meeting("the exchange of facts"):
-            dist.all_gather_object(facts, fact, group=self.facts_group)
-        return facts
+            return _gather(fact, self.size, self.facts_group)
 
     def sum_facts(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small float64 CPU tensor over ranks, the same bits on every rank."""
@@ -105,6 +108,26 @@ class World:
             text += f"; rank(s) that wait nowhere: {', '.join(map(str, silent))}"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return ExchangeError(f"{text} ({reason})")
+
+
+def _gather(fact: Any, size: int, group: Group) -> list[Any]:
+    """`all_gather_object` in one collective for what fits `_FACT_BYTES`; what is longer follows in a second one."""
+    pickled = np.frombuffer(pickle.dumps(fact), dtype=np.uint8)
+    room = _FACT_BYTES - _LENGTH.itemsize
+
+    def collect(mine: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint8]:
+        padded, out = torch.zeros(width, dtype=torch.uint8), torch.empty(size, width, dtype=torch.uint8)
+        padded.numpy()[: len(mine)] = mine
+        dist.all_gather(list(out.unbind()), padded, group=group)
+        return out.numpy()
+
+    header = np.array([len(pickled)], dtype=_LENGTH).view(np.uint8)
+    came = collect(np.concatenate([header, pickled[:room]]), _FACT_BYTES)
+    lengths = came[:, : _LENGTH.itemsize].copy().view(_LENGTH)[:, 0]
+    whole = came[:, _LENGTH.itemsize :]
+    if lengths.max() > room:
+        whole = np.concatenate([whole, collect(pickled[room:], int(lengths.max()) - room)], axis=1)
+    return [pickle.loads(row[:length].tobytes()) for row, length in zip(whole, lengths, strict=True)]
 
 
 def solo(device: str | torch.device = "cpu") -> World:
