@@ -16,7 +16,7 @@ from typing import Any
 from gtx.batches import BatchPlanner
 from gtx.calibrate import calibrate, probe_links
 from gtx.config import Config
-from gtx.fit import Fit, Observation, fit, observe
+from gtx.fit import Fit, Observation, fit, observe, with_held_out
 from gtx.parallel.world import World
 from gtx.partition import PartitionedGraph
 from gtx.session import Say
@@ -277,9 +277,9 @@ class Scheduled(Pilot):
         mind = self._mind
         if mind is None:
             return base
-        topology = mind.fitted.topology if mind.fitted else mind.topology
-        base["topology"] = asdict(topology)
-        base["calibration"] = mind.fitted.as_dict() if mind.fitted else None
+        fitted = mind.fitted and with_held_out(mind.fitted, mind.workload, mind.topology, self.engine)
+        base["topology"] = asdict(fitted.topology if fitted else mind.topology)
+        base["calibration"] = fitted.as_dict() if fitted else None
         base["candidates"] = [
             {
                 "family": c.family,
@@ -290,8 +290,8 @@ class Scheduled(Pilot):
             }
             for c in mind.found.candidates
         ]
-        if mind.fitted is not None:
-            held_out = mind.fitted.held_out or (None,) * len(mind.fitted.seen)
+        if fitted is not None:
+            held_out = fitted.held_out or (None,) * len(fitted.seen)
             base["probes"] = [
                 {
                     "plan": o.plan.fingerprint,
@@ -303,7 +303,7 @@ class Scheduled(Pilot):
                     "predicted_memory_bytes": predicted.memory_bytes,
                     "held_out_memory_bytes": unseen and unseen.memory_bytes,
                 }
-                for o, predicted, unseen in zip(mind.fitted.seen, mind.fitted.fitted, held_out, strict=True)
+                for o, predicted, unseen in zip(fitted.seen, fitted.fitted, held_out, strict=True)
             ]
         if mind.controller is not None:
             base["watch"] = mind.watch

@@ -87,7 +87,7 @@ class Fit:
     """Fitted rates. factors: what each term of the prior was multiplied by. condition: of the rows without the prior.
 
     fitted: what is predicted of each observation. held_out: of each when the rates were fitted to the others; none with
-    one observation. errors, held_out_errors: of their steps.
+    one observation, or until `with_held_out`. errors, held_out_errors: of their steps.
     """
 
     topology: Topology
@@ -149,17 +149,6 @@ def fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[O
     """
     if not seen:
         raise ValueError("a fit needs at least one observation")
-    made = _fit(workload, topology, engine, seen)
-    if len(seen) == 1:
-        return made
-    held_out = []
-    for i, observation in enumerate(seen):
-        others = _fit(workload, topology, engine, [*seen[:i], *seen[i + 1 :]])
-        held_out.append(_predict(observation, workload, others.topology, engine))
-    return replace(made, held_out=tuple(held_out))
-
-
-def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[Observation]) -> Fit:
     ranks = np.ones(topology.world_size)
     placed = [place(observation.plan, workload) for observation in seen]
     for _ in range(RANK_ROUNDS):  # factors by kind and by rank in turn
@@ -180,6 +169,17 @@ def _fit(workload: Workload, topology: Topology, engine: Engine, seen: Sequence[
     condition = float(np.linalg.cond(used)) if used.size else float("inf")
     fitted = tuple(_predict(observation, workload, scaled, engine) for observation in seen)
     return Fit(scaled, factors, condition, len(table), tuple(seen), fitted)
+
+
+def with_held_out(made: Fit, workload: Workload, topology: Topology, engine: Engine) -> Fit:
+    """The fit with what is predicted of each observation by rates fitted to the others, of the same prior topology."""
+    if len(made.seen) == 1:
+        return made
+    held_out = []
+    for i, observation in enumerate(made.seen):
+        others = fit(workload, topology, engine, [*made.seen[:i], *made.seen[i + 1 :]])
+        held_out.append(_predict(observation, workload, others.topology, engine))
+    return replace(made, held_out=tuple(held_out))
 
 
 def _terms(seen: Observation, workload: Workload, topology: Topology, placed: Loads) -> Terms:

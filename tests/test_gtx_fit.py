@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gtx.fit import FACTORS, Observation, fit, observe
+from gtx.fit import FACTORS, Fit, Observation, fit, observe, with_held_out
 from monitor import ExchangeRecord, StepRecord
 from scheduler.cost import Engine, busy_terms, estimate, state_bytes
 from scheduler.placing import place
@@ -65,8 +65,12 @@ def seen_under(plan: Plan, noise: float = 0.0, seed: int = 0) -> Observation:
     return Observation(plan, cost.step_s, tuple(phases), cost.wait_s, peaks)
 
 
+def checked_fit(observations: list[Observation]) -> Fit:
+    return with_held_out(fit(WORK, PRIOR, Engine(), observations), WORK, PRIOR, Engine())
+
+
 def test_rates_are_found_again() -> None:
-    made = fit(WORK, PRIOR, Engine(), [seen(mode) for mode in MODES] + [seen("graph", micro_batches_per_wave=1)])
+    made = checked_fit([seen(mode) for mode in MODES] + [seen("graph", micro_batches_per_wave=1)])
     assert set(made.factors) == set(FACTORS)
     assert made.factors["row_forward"] == pytest.approx(3.0, rel=0.02)
     assert made.factors["edge_forward"] == pytest.approx(0.5, rel=0.02)
@@ -115,7 +119,7 @@ def test_a_plan_made_for_a_wrong_belief_is_left_once_a_window_was_fitted() -> No
 
 def test_memory_is_what_was_there_and_a_multiple_of_the_formula() -> None:
     observations = [seen(mode) for mode in MODES]
-    made = fit(WORK, PRIOR, Engine(), observations)
+    made = checked_fit(observations)
     assert made.topology.held == pytest.approx(1.6, rel=0.05)
     assert [device.resident_bytes for device in made.topology.devices] == pytest.approx([5e6, 5e6], rel=0.02)
     for predicted, observation in zip(made.held_out, observations, strict=True):
@@ -126,7 +130,7 @@ def test_memory_is_what_was_there_and_a_multiple_of_the_formula() -> None:
 
 def test_what_was_not_seen_is_predicted_and_the_error_is_told() -> None:
     observations = [seen(mode, noise=0.05, seed=i) for i, mode in enumerate(("graph", "model", "data"))]
-    made = fit(WORK, PRIOR, Engine(), observations)
+    made = checked_fit(observations)
     assert len(made.held_out) == 3
     other = seen("pipeline")
     predicted = estimate(other.plan, WORK, made.topology).step_s
@@ -142,6 +146,7 @@ def test_what_no_step_shows_keeps_its_prior() -> None:
     terms = busy_terms(plan, WORK, alone, place(plan, WORK))
     phases = {"rowwise": 2 * float(terms["row_forward"][0]), "edgewise": 2 * float(terms["edge_forward"][0])}
     made = fit(WORK, alone, Engine(), [Observation(plan, sum(phases.values()), (phases,), (0.0,), (0,))])
+    made = with_held_out(made, WORK, alone, Engine())
     assert made.factors["packing"] == pytest.approx(1.0), "one rank passes nothing on"
     assert made.factors["edge_backward"] == pytest.approx(1.0), "there was no backward"
     assert made.factors["edge_forward"] == pytest.approx(2.0, rel=0.1)
