@@ -61,7 +61,7 @@ class ModelConfig(_Section):
     ffn_width: Positive | None = None
     dropout: Probability = 0.0
     input_dropout: Probability = 0.0
-    backend: Literal["auto", "reference", "torch"] = "auto"
+    backend: Literal["auto", "reference", "torch", "cpu"] = "auto"
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:

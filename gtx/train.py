@@ -97,7 +97,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
         loaded = load_partitioned(config, world)
         graph = loaded.partitioned
         tell_graph(loaded, loud)
-        backend = resolve_backend(config.model.backend, world.device, torch.float32)
+        backend = resolve_backend(config.model.backend, world.device, DTYPES[config.engine.precision])
         batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
         num_steps = config.train.steps or (config.train.epochs or 0) * batches.steps_per_epoch
         torch.manual_seed(config.seed)

@@ -1,31 +1,40 @@
 """Sparse attention: one signature, several backends. Checks the inputs and picks who computes.
 
-The arithmetic is in `reference.py` (dense, the definition of right) and `torch_backend.py` (any device). Shape
-letters: `N` queries, `M` keys, `E` edges, `H` heads, `d` head dim.
+The arithmetic is in `reference.py` (dense, the definition of right), `torch_backend.py` (any device) and
+`cpu_backend.py` (fused, on a CPU). Shape letters: `N` queries, `M` keys, `E` edges, `H` heads, `d` head dim.
 """
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from sparse_engine.cpu_backend import DTYPES as CPU_DTYPES
+from sparse_engine.cpu_backend import cpu_attention
+from sparse_engine.native import NativeError, library
 from sparse_engine.pattern import SparsePattern
 from sparse_engine.reference import reference_attention
 from sparse_engine.torch_backend import torch_attention
 
-BACKENDS = ("reference", "torch")
+BACKENDS = ("reference", "torch", "cpu")
+_RUN = {"reference": reference_attention, "torch": torch_attention, "cpu": cpu_attention}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """The backend that `name` stands for: itself if it can run, and for `"auto"` the fastest that can.
 
+    `"cpu"` compiles its code at first use; where that fails, `"auto"` warns once and takes `"torch"`.
+
     Raises:
         ValueError: if there is no such backend or it cannot run `dtype` on `device`.
 
-    Example:
+    Example: half precision is not for the fused code.
 
-        >>> resolve_backend("auto", "cpu", torch.float32)
+        >>> resolve_backend("auto", "cpu", torch.float16)
         'torch'
     """
     if dtype not in _DTYPES:
@@ -33,11 +42,45 @@ def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -
             f"no attention backend runs {dtype} on {torch.device(device)}; available are {', '.join(BACKENDS)} with "
             f"{', '.join(str(known) for known in _DTYPES)}"
         )
+    suits_cpu = torch.device(device).type == "cpu" and dtype in CPU_DTYPES
     if name == "auto":
-        return "torch"
+        return "cpu" if suits_cpu and _compiles() else "torch"
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; available are auto, {', '.join(BACKENDS)}")
+    if name == "cpu":
+        if not suits_cpu:
+            known = ", ".join(map(str, CPU_DTYPES))
+            raise ValueError(
+                f"attention backend 'cpu' runs {known} on a CPU, not {dtype} on {torch.device(device)}; use 'torch'"
+            )
+        missing = _missing()
+        if missing:
+            raise ValueError(f"attention backend 'cpu': {missing}")
     return name
+
+
+@torch.compiler.assume_constant_result
+def _missing() -> str:
+    """Why the fused code cannot be had; nothing if it can."""
+    try:
+        library()
+    except NativeError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _warn(missing: str) -> None:
+    warnings.warn(f"{missing}; attention runs by torch operators, several times slower", stacklevel=4)
+
+
+@torch.compiler.assume_constant_result
+def _compiles() -> bool:
+    """Whether the fused code can be had; warns once if not."""
+    missing = _missing()
+    if missing:
+        _warn(missing)
+    return not missing
 
 
 def sparse_attention(
@@ -67,7 +110,7 @@ def sparse_attention(
 
     Returns:
         `[N, H, d]` in the dtype of `q`; gradients for `q`, `k`, `v` and `edge_bias`. Half types are computed in
-        float32 by the backend `torch`.
+        float32 by the backends `torch` and `cpu`.
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not match, or a backend that cannot run.
@@ -80,7 +123,7 @@ def sparse_attention(
         [3.0, 0.0]
     """
     _check_inputs(q, k, v, pattern, edge_bias)
-    attend = reference_attention if resolve_backend(backend, q.device, q.dtype) == "reference" else torch_attention
+    attend = _RUN[resolve_backend(backend, q.device, q.dtype)]
     return attend(q, k, v, pattern, edge_bias, q.shape[-1] ** -0.5 if scale is None else scale)
 
 

@@ -16,6 +16,7 @@ from sparse_engine import BACKENDS, SparsePattern, resolve_backend, sparse_atten
 from sparse_engine import torch_backend as torch_backend_module
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SPARSE = [backend for backend in BACKENDS if backend != "reference"]
 
 
 def random_pattern(num_rows: int, num_cols: int, num_edges: int, seed: int = 0) -> SparsePattern:
@@ -106,12 +107,13 @@ def on(pattern: SparsePattern, backend: str = "torch") -> Callable[..., Tensor]:
 @pytest.mark.parametrize("bias", ["none", "per head", "shared"])
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize("case", CASES)
-def test_error_budget_of_the_output_and_every_gradient(case: str, dtype: torch.dtype, bias: str) -> None:
+@pytest.mark.parametrize("backend", SPARSE)
+def test_error_budget_of_the_output_and_every_gradient(backend: str, case: str, dtype: torch.dtype, bias: str) -> None:
     pattern, heads, dim = CASES[case]
     *tensors, grad = inputs(pattern, heads, dim, dtype)
     if bias != "none":
         tensors.append(bias_of(pattern, heads if bias == "per head" else None, dtype))
-    ours = with_gradients(on(pattern), tensors, grad)
+    ours = with_gradients(on(pattern, backend), tensors, grad)
     plain = with_gradients(lambda q, k, v, b=None: gather_scatter(q, k, v, pattern, b), tensors, grad)
     right = with_gradients(on(pattern, "reference"), [t.double() for t in tensors], grad.double())
     for name, budget, our, usual, true in zip(
@@ -184,8 +186,9 @@ def test_random_patterns_equal_the_definition(
     *tensors, grad = inputs(pattern, heads, 3, torch.float64, seed)
     tensors.append(bias_of(pattern, heads, torch.float64) * 5)
     results = (with_gradients(on(pattern, backend), tensors, grad) for backend in BACKENDS)
-    for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-11)
+    for right, *others in zip(*results, strict=True):
+        for left in others:
+            torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -198,13 +201,14 @@ def test_gradcheck_with_edge_bias(backend: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 2), (1, 3)])
-def test_only_the_asked_gradients_are_computed_and_they_are_the_same(wanted: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("backend", SPARSE)
+def test_only_the_asked_gradients_are_computed_and_they_are_the_same(backend: str, wanted: tuple[int, ...]) -> None:
     pattern = random_pattern(9, 7, 40)
     *tensors, grad = inputs(pattern, 2, 4, torch.float64)
     tensors.append(bias_of(pattern, 2, torch.float64))
-    _, *every = with_gradients(on(pattern), tensors, grad)
+    _, *every = with_gradients(on(pattern, backend), tensors, grad)
     leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-    some = torch.autograd.grad(on(pattern)(*leaves), [leaves[i] for i in wanted], grad)
+    some = torch.autograd.grad(on(pattern, backend)(*leaves), [leaves[i] for i in wanted], grad)
     for index, gradient in zip(wanted, some, strict=True):
         assert torch.equal(gradient, every[index])
 
@@ -229,7 +233,8 @@ def test_a_tiny_chunk_budget_gives_the_same_also_on_a_hub(elements: int, monkeyp
         torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-13)
 
 
-def test_nothing_depends_on_what_new_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", SPARSE)
+def test_nothing_depends_on_what_new_memory_holds(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     new_empty = Tensor.new_empty
 
     def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -239,10 +244,10 @@ def test_nothing_depends_on_what_new_memory_holds(monkeypatch: pytest.MonkeyPatc
     cases = {**{name: case[0] for name, case in CASES.items()}, **EMPTY_CASES}
     for pattern in cases.values():
         *tensors, grad = inputs(pattern, 2, 4, torch.float64)
-        expected = with_gradients(on(pattern), tensors, grad)
+        expected = with_gradients(on(pattern, backend), tensors, grad)
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "new_empty", poisoned)
-            poisoned_results = with_gradients(on(pattern), tensors, grad)
+            poisoned_results = with_gradients(on(pattern, backend), tensors, grad)
         for left, right in zip(poisoned_results, expected, strict=True):
             assert torch.equal(left, right)
 
@@ -282,24 +287,39 @@ def test_no_tensor_of_edges_times_width_is_made_or_kept(monkeypatch: pytest.Monk
     assert largest.elements == num_edges * heads
 
 
-def test_it_does_not_warn() -> None:
+def test_the_fused_code_makes_and_keeps_nothing_per_edge() -> None:
+    num_nodes, heads, dim = 60, 2, 16
+    pattern = random_pattern(num_nodes, num_nodes, 6000)
+    *tensors, grad = inputs(pattern, heads, dim, torch.float32)
+    tensors = [t.contiguous() for t in tensors]
+    with LargestTensor() as largest:
+        with_gradients(on(pattern, "cpu"), tensors, grad)
+    assert largest.elements == num_nodes * heads * dim
+
+
+@pytest.mark.parametrize("backend", SPARSE)
+def test_it_does_not_warn(backend: str) -> None:
     pattern, heads, dim = CASES["odd sizes"]
     *tensors, grad = inputs(pattern, heads, dim, torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with_gradients(on(pattern), tensors, grad)
+        with_gradients(on(pattern, backend), tensors, grad)
 
 
-def test_scale_and_large_logits() -> None:
+@pytest.mark.parametrize("backend", SPARSE)
+def test_scale_and_large_logits(backend: str) -> None:
     pattern, heads, dim = CASES["rectangular"]
     q, k, v, _ = inputs(pattern, heads, dim, torch.float32)
-    out = sparse_attention(q, k, v, pattern, scale=300.0)
+    out = sparse_attention(q, k, v, pattern, scale=300.0, backend=backend)
     expected = sparse_attention(q.double(), k.double(), v.double(), pattern, scale=300.0, backend="reference")
     torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_backends_are_resolved_or_refused_by_name() -> None:
-    assert resolve_backend("auto", "cpu", torch.float32) == "torch"
+    assert resolve_backend("auto", "cpu", torch.float32) == "cpu"
+    assert resolve_backend("auto", "cpu", torch.float16) == "torch"
+    with pytest.raises(ValueError, match="backend 'cpu' runs .* not torch.float16 on cpu; use 'torch'"):
+        resolve_backend("cpu", "cpu", torch.float16)
     for name in BACKENDS:
         assert resolve_backend(name, "cpu", torch.bfloat16) == name
     with pytest.raises(ValueError, match="'cuda-graph' is unknown; available are auto, reference, torch"):
