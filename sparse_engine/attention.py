@@ -6,9 +6,6 @@ The arithmetic is in `reference.py` (dense, the definition of right), `torch_bac
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -25,16 +22,16 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """The backend that `name` stands for: itself if it can run, and for `"auto"` the fastest that can.
+    """The backend that `name` stands for: itself if it can run; `"auto"` is `"torch"`.
 
-    `"cpu"` compiles its code at first use; where that fails, `"auto"` warns once and takes `"torch"`.
+    `"cpu"` is several times faster on a CPU and compiles its code at first use; it is still to be asked for by name.
 
     Raises:
         ValueError: if there is no such backend or it cannot run `dtype` on `device`.
 
-    Example: half precision is not for the fused code.
+    Example:
 
-        >>> resolve_backend("auto", "cpu", torch.float16)
+        >>> resolve_backend("auto", "cpu", torch.float32)
         'torch'
     """
     if dtype not in _DTYPES:
@@ -44,7 +41,7 @@ def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -
         )
     suits_cpu = torch.device(device).type == "cpu" and dtype in CPU_DTYPES
     if name == "auto":
-        return "cpu" if suits_cpu and _compiles() else "torch"
+        return "torch"
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; available are auto, {', '.join(BACKENDS)}")
     if name == "cpu":
@@ -67,20 +64,6 @@ def _missing() -> str:
     except NativeError as error:
         return str(error)
     return ""
-
-
-@cache
-def _warn(missing: str) -> None:
-    warnings.warn(f"{missing}; attention runs by torch operators, several times slower", stacklevel=4)
-
-
-@torch.compiler.assume_constant_result
-def _compiles() -> bool:
-    """Whether the fused code can be had; warns once if not."""
-    missing = _missing()
-    if missing:
-        _warn(missing)
-    return not missing
 
 
 def sparse_attention(

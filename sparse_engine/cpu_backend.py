@@ -40,7 +40,7 @@ class _Gradients(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("grad", "out", "extremes", "indptr", "indices", "order")),
-        *((name, ctypes.c_void_p) for name in ("delta", "grad_q", "grad_k", "grad_v", "grad_bias")),
+        *((name, ctypes.c_void_p) for name in ("lines", "grad_q", "grad_k", "grad_v", "grad_bias")),
         ("bias_shared", ctypes.c_int32),
     ]
 
@@ -129,7 +129,7 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, indptr: Tensor, indices: Tensor, edge_bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`[N, H, d]` and, in the work dtype, `[N, 2, H]`: each row's largest logit, and its sum of exponentials."""
+    """`[N, H, d]` and, in the work dtype, `[N, 2, H]`: each row's largest logit, one over its sum of exponentials."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     out = q.new_empty(q.shape)
     work = _work_dtype(q.dtype)
@@ -173,7 +173,7 @@ def _backward(
     bias = None if edge_bias is None else edge_bias.to(work)
     made = [x.new_empty(x.shape) if want else x.new_empty(0) for x, want in zip((q, k, v), wanted, strict=False)]
     made.append(q.new_empty(0) if bias is None or not wanted[3] else bias.new_empty(bias.shape))
-    delta = q.new_empty(q.shape[0], q.shape[1], dtype=work)
+    lines = q.new_empty(q.shape[0], -(-3 * q.shape[1] // _LANES) * _LANES, dtype=work)
     by_source: tuple[SparsePattern, Tensor] | None = None
     if wanted[1] or wanted[2]:
         by_source = _transposed(indptr, indices, k.shape[0])
@@ -187,7 +187,7 @@ def _backward(
         None if columns is None else columns.indptr.data_ptr(),
         None if columns is None else columns.indices.data_ptr(),
         None if order is None or bias is None else order.data_ptr(),
-        delta.data_ptr(),
+        lines.data_ptr(),
         *pointers,
         bias is not None and bias.dim() == 1,
     )

@@ -55,6 +55,9 @@ typedef uint32_t Bits32 __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t Ints32 __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
 
+// Into the second cache: what the next block needs would push what this one uses out of the first.
+inline void fetch_soon(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 // Vectors --------------------------------------------------------------------------------------------------------------
 
 template <class F>
@@ -160,6 +163,26 @@ inline Vec<F> add_up(Vec<F>* terms) {
   }
 }
 
+// Turns W vectors of W lanes: lane i of x[j] becomes lane j of x[i].
+template <class F, int HALF, int UPPER, size_t... I>
+inline Vec<F> interleave(Vec<F> a, Vec<F> b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(
+      a, b, (UPPER ? (int(I) & HALF ? kLanes<F> + int(I) : int(I) + HALF) : (int(I) & HALF ? kLanes<F> + int(I) - HALF : int(I)))...);
+}
+template <class F, int HALF = kLanes<F> / 2>
+inline void transpose(Vec<F>* x) {
+  if constexpr (HALF > 0) {
+    using Lanes = std::make_index_sequence<kLanes<F>>;
+    for (int i = 0; i < kLanes<F>; i++) {
+      if (i & HALF) continue;
+      const Vec<F> a = x[i], b = x[i + HALF];
+      x[i] = interleave<F, HALF, 0>(a, b, Lanes{});
+      x[i + HALF] = interleave<F, HALF, 1>(a, b, Lanes{});
+    }
+    transpose<F, HALF / 2>(x);
+  }
+}
+
 // How a row lies in vectors: PER heads share one (a power of two), or a head takes SPAN of them (0: as many as it says).
 template <class T, int PER, int SPAN>
 struct Rows {
@@ -181,7 +204,7 @@ struct Rows {
           Vec<F> terms[EDGES];
           for (int e = 0; e < EDGES; e++) {
             terms[e] = mine * load(rows[first + e] + j * W);
-            __builtin_prefetch(next[first + e] + j * W);
+            fetch_soon(next[first + e] + j * W);
           }
           const Vec<F> sums = add_up<F, EDGES, EDGES / 2>(terms);
           for (int h = 0; h < PER; h++)
@@ -195,13 +218,13 @@ struct Rows {
         const Vec<F> mine = load(row + at);
         for (int e = 0; e < W; e++) {
           terms[e] = mine * load(rows[e] + at);
-          __builtin_prefetch(next[e] + at);
+          fetch_soon(next[e] + at);
         }
         for (int64_t s = 1; s < spans(); s++) {
           const Vec<F> more = load(row + at + s * W);
           for (int e = 0; e < W; e++) {
             terms[e] += more * load(rows[e] + at + s * W);
-            __builtin_prefetch(next[e] + at + s * W);
+            fetch_soon(next[e] + at + s * W);
           }
         }
         store(out + h * W, add_up<F, W, W / 2>(terms));
@@ -262,16 +285,27 @@ struct Matrix {
   const T* row(int64_t i) const { return values + i * stride; }
 };
 
+// The ends of a block's edges, the last repeated, and those of the edges after them.
+template <int W>
+struct Ends {
+  int64_t now[W], next[W];
+  Ends(const Ids& ids, int64_t begin, int count) {
+    for (int e = 0; e < W; e++) {
+      now[e] = ids[begin + (e < count ? e : count - 1)];
+      const int64_t after = begin + count + e;
+      next[e] = ids[after < ids.count ? after : ids.count - 1];
+    }
+  }
+};
+
 template <class T, int W>
 struct Block {
   const T* rows[W];
   const T* next[W];
-  // The rows of edges begin, ..., begin + count - 1, the last repeated; and those of the edges after them.
-  void find(const Matrix<T>& matrix, const Ids& ids, int64_t begin, int count) {
+  Block(const Matrix<T>& matrix, const Ends<W>& ends) {
     for (int e = 0; e < W; e++) {
-      rows[e] = matrix.row(ids[begin + (e < count ? e : count - 1)]);
-      const int64_t after = begin + count + e;
-      next[e] = matrix.row(ids[after < ids.count ? after : ids.count - 1]);
+      rows[e] = matrix.row(ends.now[e]);
+      next[e] = matrix.row(ends.next[e]);
     }
   }
 };
@@ -375,7 +409,7 @@ struct Forward {
   Bias<F> bias;
   F scale;
   T* out;      // [N, H, D]
-  F* extremes;  // [N, 2, H]: the maximum and the sum of a row
+  F* extremes;  // [N, 2, H]: the maximum of a row, and one over its sum
 
   int64_t padded() const { return (at.heads + W - 1) / W * W; }
   int64_t part() const { return at.width() + 2 * padded(); }
@@ -389,14 +423,13 @@ struct Forward {
     std::fill(sum, sum + at.width(), F(0));
     std::fill(sums, sums + heads * W, F(0));
     std::fill(peak, peak + heads, -std::numeric_limits<F>::infinity());
-    Block<T, W> keys, values;
     for (int64_t e = begin; e < end; e += W) {
       const int count = int(std::min<int64_t>(W, end - e));
-      keys.find(k, ids, e, count);
-      values.find(v, ids, e, count);
+      const Ends<W> ends(ids, e, count);
+      const Block<T, W> keys(k, ends), values(v, ends);
       at.dots(query, keys.rows, keys.next, block);
       for (int x = 0; x < count; x++)
-        for (int64_t j = 0; j < at.width(); j += 64 / sizeof(T)) __builtin_prefetch(values.next[x] + j);
+        for (int64_t j = 0; j < at.width(); j += 64 / sizeof(T)) fetch_soon(values.next[x] + j);
       for (int64_t h = 0; h < heads; h++) {
         const Vec<F> logits = bias.add(load(block + h * W) * scale, e, count, h);
         const F before = peak[h], high = std::max(before, largest<F>(logits));
@@ -434,7 +467,7 @@ struct Forward {
       if (peak[h] == -std::numeric_limits<F>::infinity()) peak[h] = 0;  // nothing reaches the row
       if (whole[h] == 0) whole[h] = 1;
       extremes[(2 * i) * heads + h] = peak[h];
-      extremes[(2 * i + 1) * heads + h] = whole[h];
+      extremes[(2 * i + 1) * heads + h] = 1 / whole[h];
       divisor[h * W] = whole[h];
     }
     for (int64_t j = 0; j < at.vectors(); j++)
@@ -454,13 +487,14 @@ struct ByDestination {
   Bias<F> bias;
   F scale;
   const F* extremes;
-  F* delta;       // [N, H]: grad . out
+  F* lines;       // [N, `line`]: maximum, one over the sum, grad . out, [3, H] and nothing
   T* grad_q;      // or null
   F* grad_bias;   // or null; [E, H], or [E] if shared
   bool shared;
 
   int64_t part() const { return at.width(); }
   int64_t scratch() const { return 2 * at.width() + 3 * at.heads * W; }
+  static int64_t line(int64_t heads) { return (3 * heads + W - 1) / W * W; }
 
   void run(int64_t i, int64_t begin, int64_t end, F* sum, F* room) const {
     const int64_t heads = at.heads;
@@ -469,19 +503,19 @@ struct ByDestination {
     at.widen(q.row(i), query);
     at.widen(grad.row(i), above);
     at.dot(above, out.row(i), block, mine);
-    std::copy(mine, mine + heads, delta + i * heads);
+    std::copy(extremes + 2 * i * heads, extremes + 2 * (i + 1) * heads, lines + i * line(heads));
+    std::copy(mine, mine + heads, lines + i * line(heads) + 2 * heads);
     std::fill(sum, sum + at.width(), F(0));
-    Block<T, W> keys, values;
     for (int64_t e = begin; e < end; e += W) {
       const int count = int(std::min<int64_t>(W, end - e));
-      keys.find(k, ids, e, count);
-      values.find(v, ids, e, count);
+      const Ends<W> ends(ids, e, count);
+      const Block<T, W> keys(k, ends), values(v, ends);
       at.dots(query, keys.rows, keys.next, block);
       at.dots(above, values.rows, values.next, dots);
       Vec<F> over_heads{};
       for (int64_t h = 0; h < heads; h++) {
-        const F high = extremes[2 * i * heads + h], whole = extremes[(2 * i + 1) * heads + h];
-        const Vec<F> weights = exponential(bias.add(load(block + h * W) * scale, e, count, h) - high) / whole;
+        const F high = extremes[2 * i * heads + h], inverse = extremes[(2 * i + 1) * heads + h];
+        const Vec<F> weights = exponential(bias.add(load(block + h * W) * scale, e, count, h) - high) * inverse;
         const Vec<F> slopes = weights * (load(dots + h * W) - mine[h]);
         store(block + h * W, slopes * scale);
         if (grad_bias != nullptr) {
@@ -517,11 +551,12 @@ struct BySource {
   Ids ids;  // destinations
   Bias<F> bias;
   F scale;
-  const F *extremes, *delta;
+  const F* lines;  // as `ByDestination` left them
   T *grad_k, *grad_v;  // or null
 
+  int64_t line() const { return ByDestination<T, Layout>::line(at.heads); }
   int64_t part() const { return 2 * at.width(); }
-  int64_t scratch() const { return 2 * at.width() + 2 * at.heads * W; }
+  int64_t scratch() const { return 2 * at.width() + (2 * at.heads + line()) * W; }
 
   void run(int64_t j, int64_t begin, int64_t end, F* sums, F* room) const {
     const int64_t heads = at.heads;
@@ -529,33 +564,27 @@ struct BySource {
     at.widen(k.row(j), key);
     at.widen(v.row(j), value);
     std::fill(sums, sums + 2 * at.width(), F(0));
-    Block<T, W> queries, above;
+    F* facts = dots + heads * W;  // lines of a block, turned: [line][W]
     for (int64_t e = begin; e < end; e += W) {
       const int count = int(std::min<int64_t>(W, end - e));
-      queries.find(q, ids, e, count);
-      above.find(grad, ids, e, count);
-      const F *highs[W], *means[W];
-      for (int x = 0; x < W; x++) {
-        const int64_t i = ids[e + (x < count ? x : count - 1)];
-        highs[x] = extremes + 2 * i * heads;
-        means[x] = delta + i * heads;
-        const int64_t after = e + count + x;
-        const int64_t next = ids[after < ids.count ? after : ids.count - 1];
-        __builtin_prefetch(extremes + 2 * next * heads);
-        __builtin_prefetch(delta + next * heads);
-      }
+      const Ends<W> ends(ids, e, count);
+      const Block<T, W> queries(q, ends), above(grad, ends);
       at.dots(key, queries.rows, queries.next, block);
       at.dots(value, above.rows, above.next, dots);
-      for (int64_t h = 0; h < heads; h++) {
-        F high[W], whole[W], mean[W];
+      for (int64_t first = 0; first < line(); first += W) {
+        Vec<F> tile[W];
         for (int x = 0; x < W; x++) {
-          high[x] = highs[x][h];
-          whole[x] = highs[x][heads + h];
-          mean[x] = means[x][h];
+          tile[x] = load(lines + ends.now[x] * line() + first);
+          fetch_soon(lines + ends.next[x] * line() + first);
         }
-        const Vec<F> logits = bias.add(load(block + h * W) * scale, e, count, h);
-        const Vec<F> weights = exponential(logits - load(high)) / load(whole);
-        store(block + h * W, weights * (load(dots + h * W) - load(mean)) * scale);
+        transpose<F>(tile);
+        for (int x = 0; x < W; x++) store(facts + (first + x) * W, tile[x]);
+      }
+      for (int64_t h = 0; h < heads; h++) {
+        const Vec<F> high = load(facts + h * W), inverse = load(facts + (heads + h) * W);
+        const Vec<F> mean = load(facts + (2 * heads + h) * W);
+        const Vec<F> weights = exponential(bias.add(load(block + h * W) * scale, e, count, h) - high) * inverse;
+        store(block + h * W, weights * (load(dots + h * W) - mean) * scale);
         store(dots + h * W, weights);
       }
       if (grad_k != nullptr) at.add(sums, nullptr, block, queries.rows, count);
@@ -624,7 +653,7 @@ struct AttentionGradients {
   const int64_t* transposed_indptr;
   const void* transposed_indices;
   const int64_t* order;  // edge of each transposed one, where there is a bias
-  void *delta, *grad_q, *grad_k, *grad_v, *grad_bias;
+  void *lines, *grad_q, *grad_k, *grad_v, *grad_bias;
   int32_t bias_shared;
 };
 
@@ -650,17 +679,17 @@ void backward_of(const AttentionInputs& in, const AttentionGradients& to) {
   const Matrix<T> v{static_cast<const T*>(in.v), in.stride_v}, grad{static_cast<const T*>(to.grad), width};
   const Matrix<T> out{static_cast<const T*>(to.out), width};
   const F *extremes = static_cast<const F*>(to.extremes), *bias = static_cast<const F*>(in.bias);
-  F* delta = static_cast<F*>(to.delta);
+  F* lines = static_cast<F*>(to.lines);
   with_layout<T>(in.heads, in.dim, [&](auto layout) {
     ByDestination<T, decltype(layout)> rows{layout, q, k, v, grad, out, {in.indices, in.wide != 0, in.num_edges},
                                             {bias, in.bias_edge_stride, in.bias_head_stride, nullptr}, F(in.scale),
-                                            extremes, delta, static_cast<T*>(to.grad_q), static_cast<F*>(to.grad_bias),
+                                            extremes, lines, static_cast<T*>(to.grad_q), static_cast<F*>(to.grad_bias),
                                             to.bias_shared != 0};
     over_rows(rows, in.indptr, in.num_rows, in.threads);
     if (to.grad_k == nullptr && to.grad_v == nullptr) return;
     BySource<T, decltype(layout)> columns{layout, q, k, v, grad, {to.transposed_indices, in.wide != 0, in.num_edges},
                                           {bias, in.bias_edge_stride, in.bias_head_stride, to.order}, F(in.scale),
-                                          extremes, delta, static_cast<T*>(to.grad_k), static_cast<T*>(to.grad_v)};
+                                          lines, static_cast<T*>(to.grad_k), static_cast<T*>(to.grad_v)};
     over_rows(columns, to.transposed_indptr, in.num_cols, in.threads);
   });
 }
