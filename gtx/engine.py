@@ -6,16 +6,22 @@ and gradients are summed over ranks. Not here: the forward itself (`models.py`) 
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import logging
 import math
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.cpp_extension
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -25,6 +31,7 @@ from gtx.parallel.context import WaveContext
 from gtx.parallel.world import World
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPILES_S = 600.0  # no compilation of DeepSpeed's takes longer
 
 
 def lr_factor(config: EngineConfig, total_steps: int) -> Callable[[int], float]:
@@ -175,6 +182,7 @@ class DeepSpeedEngine:
             say("no C++ compiler on the PATH: the offloaded optimizer is torch's Adam instead of DeepSpeed's CPU Adam")
             return make_optimizer(config, parameters)
         say("loading DeepSpeed's CPU Adam; its first use compiles it, a minute or two, once")
+        clear_left_lock(Path(torch.utils.cpp_extension._get_build_directory("cpu_adam", verbose=False)) / "lock", say)
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         made: torch.optim.Optimizer = DeepSpeedCPUAdam(
@@ -202,6 +210,29 @@ class DeepSpeedEngine:
     @property
     def lr(self) -> float:
         return float(self.engine.get_lr()[0])
+
+
+def clear_left_lock(lock: Path, say: Callable[[str], None]) -> None:
+    """Removes the lock of a compilation that was killed; torch's `FileBaton` would wait for it for ever.
+
+    A lock that no process here has open may be that of another host with the same home directory, so one younger than
+    `COMPILES_S` is left, and the user is told.
+    """
+    if not lock.exists():
+        return
+    with open(lock.with_name("gtx.lock"), "w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)  # one rank looks and removes; the next sees the lock of who compiles then
+        held = False
+        for link in glob.iglob("/proc/[0-9]*/fd/*"):
+            with suppress(OSError):  # a process that ended, or another user's
+                held = held or os.readlink(link) == str(lock)
+        if held or not lock.exists():
+            return
+        if time.time() - lock.stat().st_mtime < COMPILES_S:
+            say(f"waiting for the compilation that holds {lock}; delete that file if none is running")
+            return
+        say(f"removing {lock}, left by a compilation that was killed")
+        lock.unlink()
 
 
 def import_deepspeed(world: World) -> Any:

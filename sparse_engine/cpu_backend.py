@@ -53,24 +53,14 @@ def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: SparsePattern, edge_bias: Tensor | None, scale: float
 ) -> Tensor:
     """See `attention.sparse_attention`, which checks the inputs."""
-    remember(pattern)
+    if not torch.compiler.is_compiling():  # while a graph is traced nothing lies anywhere: backward transposes anew
+        _patterns[(pattern.indices.data_ptr(), pattern.num_edges)] = pattern
     heads, dim = q.shape[1:]
     wide = _padded(heads, dim)
     if wide != dim:
         q, k, v = (functional.pad(x, (0, wide - dim)) for x in (q, k, v))
     out, _ = _forward(q, k, v, pattern.indptr, pattern.indices, edge_bias, scale)
     return out if wide == dim else out[..., :dim]
-
-
-@torch.compiler.disable
-def _remember(pattern: SparsePattern) -> None:
-    _patterns[(pattern.indices.data_ptr(), pattern.num_edges)] = pattern
-
-
-def remember(pattern: SparsePattern) -> None:
-    """Let backward find the pattern. Not while a graph is traced: what is not found is transposed anew."""
-    if not torch.compiler.is_compiling():
-        _remember(pattern)
 
 
 def _padded(heads: int, dim: int) -> int:
@@ -198,19 +188,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    extremes: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    edge_bias: Tensor | None,
-    scale: float,
-    wanted: list[bool],
-) -> list[Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    edge_bias, _, wanted = rest[-3:]
     of = (q, k, v, q if edge_bias is None else edge_bias)
     return [x.new_empty(x.shape if want else (0,)) for x, want in zip(of, wanted, strict=True)]
 

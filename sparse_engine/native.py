@@ -51,17 +51,25 @@ def library() -> ctypes.CDLL:
     """The compiled code for this process's CPU; built if it was not yet. Several processes may ask at once.
 
     Raises:
-        NativeError: if there is no compiler, or it fails.
+        NativeError: if there is no compiler, it fails, or what it made cannot be kept or loaded.
     """
-    return _load(level(), os.environ.get("CXX", "g++"))
+    return _load(level(), os.environ.get("CXX", "g++"), _cache_dir())
 
 
 @cache
-def _load(level: str, compiler: str) -> ctypes.CDLL:
+def _load(level: str, compiler: str, folder: Path) -> ctypes.CDLL:
     sources = sorted(_SOURCES.glob("*.cpp"))
     command = [compiler, *_FLAGS, *_LEVELS[level]]
     content = "\n".join([*command, *(source.read_text(encoding="utf-8") for source in sources)])
-    built = _cache_dir() / f"sparse_engine-{level.lower()}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
+    built = folder / f"sparse_engine-{level.lower()}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
+    try:
+        _ensure(built, compiler, command, sources)
+        return ctypes.CDLL(str(built))
+    except OSError as error:
+        raise NativeError(f"cannot keep the compiled sparse engine as {built}: {error}; set GTX_CACHE") from None
+
+
+def _ensure(built: Path, compiler: str, command: list[str], sources: list[Path]) -> None:
     if not built.exists():
         if shutil.which(compiler) is None:
             raise NativeError(f"there is no C++ compiler {compiler!r}; install g++ or set CXX")
@@ -70,7 +78,6 @@ def _load(level: str, compiler: str) -> ctypes.CDLL:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait for the one that builds
             if not built.exists():
                 _build(command, sources, built)
-    return ctypes.CDLL(str(built))
 
 
 def _build(command: list[str], sources: list[Path], built: Path) -> None:

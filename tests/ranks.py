@@ -7,8 +7,10 @@ traceback is shown. Not a test itself.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -22,6 +24,7 @@ GRACE_S = 5.0  # for the other ranks to report, once one has failed
 
 def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    faulthandler.register(signal.SIGUSR1)
     import torch
     import torch.distributed as dist
 
@@ -59,6 +62,13 @@ class _Pool:
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+
+    def show_stacks(self, ranks: list[int]) -> None:
+        """Where these ranks are, on their stderr, which pytest shows."""
+        for rank in ranks:
+            if self.workers[rank][0].is_alive():
+                os.kill(self.workers[rank][0].pid, signal.SIGUSR1)
+        time.sleep(1.0 if ranks else 0.0)
 
     def close(self) -> None:
         for process, connection in self.workers:
@@ -111,8 +121,9 @@ def run_ranks(
                     failures[rank] = value
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if failures or len(results) < size:
-            _pool.close()
             silent = [r for r in range(size) if r not in results and r not in failures]
+            _pool.show_stacks(silent)
+            _pool.close()
             text = "\n".join(f"--- rank {r}\n{failures[r]}" for r in sorted(failures))
             raise AssertionError(f"ranks {sorted(failures)} failed, ranks {silent} did not finish\n{text}")
         return [results[r] for r in range(size)]

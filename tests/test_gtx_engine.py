@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +23,7 @@ from ranks import end_ranks, run_ranks
 
 from gtx.batches import BatchPlanner
 from gtx.config import EngineConfig, parse_config
-from gtx.engine import deepspeed_dict, lr_factor, make_engine
+from gtx.engine import clear_left_lock, deepspeed_dict, import_deepspeed, lr_factor, make_engine
 from gtx.models import GraphModel
 from gtx.parallel.compiler import Compiler
 from gtx.parallel.executor import Executor
@@ -37,13 +39,17 @@ NO_PERSISTENCE = {"zero_optimization": {"stage3_param_persistence_threshold": 0}
 
 @dataclass(frozen=True)
 class Case:
-    """settings: the engine's. plain: those of the torch engine it must equal, where they are more than lr."""
+    """settings: the engine's. plain: those of the torch engine it must equal, where they are more than lr.
+
+    has_compiler, has_fp16: whether the machine seems to have them; some CPUs have fp16, and others must be refused.
+    """
 
     settings: dict[str, Any]
     plain: dict[str, Any] = field(default_factory=dict)
     model: str = "GT"
     checkpointing: str = "none"
     has_compiler: bool = True
+    has_fp16: bool = True
     steps: int = STEPS
 
 
@@ -76,7 +82,7 @@ ROUNDED = {
 }
 REFUSED = {
     "fp16": (
-        Case(zero(0, precision="fp16")),
+        Case(zero(0, precision="fp16"), has_fp16=False),
         "engine.precision fp16 is not supported by this device; use bf16 or float32",
     ),
     "a value DeepSpeed refuses": (
@@ -160,8 +166,10 @@ def run_all(world: World, cases: dict[str, Case], empty_folder: str) -> dict[str
     results = {}
     for name, case in cases.items():
         hidden = {} if case.has_compiler else {"PATH": empty_folder}
+        accelerator = import_deepspeed(world).accelerator.get_accelerator()
+        without_fp16 = nullcontext() if case.has_fp16 else mock.patch.object(accelerator, "is_fp16_supported", bool)
         try:
-            with mock.patch.dict(os.environ, hidden):
+            with mock.patch.dict(os.environ, hidden), without_fp16:
                 results[name] = run(world, case, case.settings)
         except Exception as error:
             raise RuntimeError(f"in the case {name}") from error
@@ -312,3 +320,24 @@ def test_learning_rate_schedules() -> None:
     assert factors([2, 7, 12, 20], warmup_steps=2, lr_schedule="linear") == pytest.approx([1.0, 0.5, 0.0, 0.0])
     assert factors([2, 7, 12, 20], warmup_steps=2, lr_schedule="cosine") == pytest.approx([1.0, 0.5, 0.0, 0.0])
     assert factors([2], warmup_steps=20, lr_schedule="cosine") == pytest.approx([3 / 21])
+
+
+def test_a_lock_left_by_a_killed_compilation_is_removed_and_a_held_one_is_not(tmp_path: Path) -> None:
+    lock, said = tmp_path / "lock", list[str]()
+    clear_left_lock(lock, said.append)
+    assert not said
+
+    with lock.open("w"):  # a process has it open: this one
+        os.utime(lock, (0, 0))
+        clear_left_lock(lock, said.append)
+        assert lock.exists() and not said
+
+    os.utime(lock)
+    clear_left_lock(lock, said.append)
+    assert lock.exists() and said == [
+        f"waiting for the compilation that holds {lock}; delete that file if none is running"
+    ]
+
+    os.utime(lock, (0, 0))
+    clear_left_lock(lock, said.append)
+    assert not lock.exists() and said[1:] == [f"removing {lock}, left by a compilation that was killed"]

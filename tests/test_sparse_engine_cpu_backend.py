@@ -159,6 +159,14 @@ def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GTX_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match="cannot keep the compiled sparse engine as .*; set GTX_CACHE") as caught:
+        resolve_backend("cpu", "cpu", torch.float32)
+    assert "\n" not in str(caught.value)
+
+
 def test_an_unknown_kind_of_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GTX_CPU", "sse9")
     with pytest.raises(ValueError, match="GTX_CPU is 'sse9'; use avx512, avx2, default"):
