@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -97,7 +98,10 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
         loaded = load_partitioned(config, world)
         graph = loaded.partitioned
         tell_graph(loaded, loud)
-        backend = resolve_backend(config.model.backend, world.device, DTYPES[config.engine.precision])
+        with warnings.catch_warnings(record=True) as warned:
+            backend = resolve_backend(config.model.backend, world.device, DTYPES[config.engine.precision])
+        for warning in warned:
+            loud(f"note: {warning.message}")
         batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
         num_steps = config.train.steps or (config.train.epochs or 0) * batches.steps_per_epoch
         torch.manual_seed(config.seed)

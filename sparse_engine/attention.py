@@ -6,6 +6,9 @@ The arithmetic is in `reference.py` (dense, the definition of right), `torch_bac
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -22,9 +25,10 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """The backend that `name` stands for: itself if it can run; `"auto"` is `"torch"`.
+    """The backend that `name` stands for: itself if it can run.
 
-    `"cpu"` is several times faster on a CPU and compiles its code at first use; it is still to be asked for by name.
+    `"auto"` is `"cpu"` on a CPU, which compiles its code at first use; `"torch"` elsewhere, for fp16, and without a C++
+    compiler, which is warned of once.
 
     Raises:
         ValueError: if there is no such backend or it cannot run `dtype` on `device`.
@@ -32,7 +36,7 @@ def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -
     Example:
 
         >>> resolve_backend("auto", "cpu", torch.float32)
-        'torch'
+        'cpu'
     """
     if dtype not in _DTYPES:
         raise ValueError(
@@ -41,7 +45,7 @@ def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -
         )
     suits_cpu = torch.device(device).type == "cpu" and dtype in CPU_DTYPES
     if name == "auto":
-        return "torch"
+        return "cpu" if suits_cpu and _compiles() else "torch"
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; available are auto, {', '.join(BACKENDS)}")
     if name == "cpu":
@@ -64,6 +68,20 @@ def _missing() -> str:
     except NativeError as error:
         return str(error)
     return ""
+
+
+@cache
+def _warn(missing: str) -> None:
+    warnings.warn(f"{missing}; attention runs by torch operators, several times slower", stacklevel=4)
+
+
+@torch.compiler.assume_constant_result
+def _compiles() -> bool:
+    """Whether the fused code can be had; warns once if not."""
+    missing = _missing()
+    if missing:
+        _warn(missing)
+    return not missing
 
 
 def sparse_attention(

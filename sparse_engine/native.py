@@ -53,11 +53,14 @@ def library() -> ctypes.CDLL:
     Raises:
         NativeError: if there is no compiler, it fails, or what it made cannot be kept or loaded.
     """
-    return _load(level(), os.environ.get("CXX", "g++"), _cache_dir())
+    loaded = _load(level(), os.environ.get("CXX", "g++"), _cache_dir())
+    if isinstance(loaded, NativeError):
+        raise loaded
+    return loaded
 
 
 @cache
-def _load(level: str, compiler: str, folder: Path) -> ctypes.CDLL:
+def _load(level: str, compiler: str, folder: Path) -> ctypes.CDLL | NativeError:
     sources = sorted(_SOURCES.glob("*.cpp"))
     command = [compiler, *_FLAGS, *_LEVELS[level]]
     content = "\n".join([*command, *(source.read_text(encoding="utf-8") for source in sources)])
@@ -65,8 +68,10 @@ def _load(level: str, compiler: str, folder: Path) -> ctypes.CDLL:
     try:
         _ensure(built, compiler, command, sources)
         return ctypes.CDLL(str(built))
+    except NativeError as error:
+        return error
     except OSError as error:
-        raise NativeError(f"cannot keep the compiled sparse engine as {built}: {error}; set GTX_CACHE") from None
+        return NativeError(f"cannot keep the compiled sparse engine as {built}: {error}; set GTX_CACHE")
 
 
 def _ensure(built: Path, compiler: str, command: list[str], sources: list[Path]) -> None:

@@ -1,9 +1,17 @@
-"""Fixtures that several files ask for by name; nothing here acts by itself."""
+"""Fixtures that several files ask for by name, and one that compiles what every test would compile first."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from sparse_engine import resolve_backend
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """The fused attention, which its first use compiles: not inside tests that wait for ranks or read what they say."""
+    assert resolve_backend("cpu", "cpu", torch.float32) == "cpu"
 
 
 @pytest.fixture(scope="module")

@@ -316,7 +316,8 @@ def test_scale_and_large_logits(backend: str) -> None:
 
 
 def test_backends_are_resolved_or_refused_by_name() -> None:
-    assert resolve_backend("auto", "cpu", torch.float32) == "torch"
+    assert resolve_backend("auto", "cpu", torch.float32) == "cpu"
+    assert resolve_backend("auto", "cpu", torch.float16) == resolve_backend("auto", "cuda", torch.float32) == "torch"
     with pytest.raises(ValueError, match="backend 'cpu' runs .* not torch.float16 on cpu; use 'torch'"):
         resolve_backend("cpu", "cpu", torch.float16)
     for name in BACKENDS:

@@ -146,6 +146,16 @@ def test_without_a_compiler_it_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match="'cpu': there is no C.. compiler 'no-such-compiler'; install"):
         resolve_backend("cpu", "cpu", torch.float32)
+    pattern = pattern_of(5, 6, 20)
+    with pytest.warns(UserWarning, match="no C.. compiler") as told:
+        made = results(pattern, 2, 8, torch.float32, "auto")
+    assert resolve_backend("auto", "cpu", torch.float32) == "torch"
+    for left, right in zip(made, results(pattern, 2, 8, torch.float32, "torch"), strict=True):
+        assert torch.equal(left, right)
+    assert [str(warning.message) for warning in told] == [
+        "there is no C++ compiler 'no-such-compiler'; install g++ or set CXX; attention runs by torch operators, "
+        "several times slower"
+    ]
 
 
 def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
