@@ -55,11 +55,11 @@ class Scenario:
 SBM = "data.options={num_nodes: 20000, num_edges: 200000, num_blocks: 16, homophily: 0.9}"
 WIDE = "data.options={num_nodes: 20000, num_edges: 200000, num_blocks: 16, homophily: 0.6}"  # much to exchange
 THREE = ("partition.parts=12", "batch.kind=cluster", "batch.parts=4", "batch.micro_batches=3")  # shared out two to one
-HUBS = "data.options={num_nodes: 8192, num_edges: 500000}"  # one of two parts gets nine tenths of the edges
+HUBS = "data.options={num_nodes: 8192, num_edges: 2000000}"  # one of two parts gets nine tenths of the edges
 SCENARIOS = {
     "rank": Scenario(("data.name=sbm", SBM, "sampling.fanout=10"), 120, 40, 2.0),
     "link": Scenario(("data.name=sbm", WIDE, "sampling.fanout=10", *THREE), 80, 40),
-    "hub": Scenario(("data.name=rmat", HUBS, "partition.parts=2", "sampling.fanout=null", "model.width=32"), 60, 0),
+    "hub": Scenario(("data.name=rmat", HUBS, "partition.parts=2", "sampling.fanout=null"), 60, 0),
 }
 
 
