@@ -170,6 +170,7 @@ class Scheduled(Pilot):
             "plan": self.plan.fingerprint,
             "switch_cost_s": median([self._compile_s, *(switch["seconds"] for switch in mind.switches)]),
             "search_cost_s": mind.search_s,
+            "tried": mind.fitted is not None,
         }
         topology = mind.fitted.topology if mind.fitted else mind.topology
         return watching(self.config, mind.workload, topology, self.plan, mind.watch)
@@ -396,7 +397,7 @@ def rules_of(config: Config) -> Rules:
 def watching(
     config: Config, workload: Workload, topology: Topology, plan: Plan, costs: Mapping[str, Any]
 ) -> Controller:
-    """The controller of a plan that begins to be watched. costs: `switch_cost_s` and `search_cost_s`."""
+    """The controller of a plan that begins to be watched. costs: `switch_cost_s`, `search_cost_s` and `tried`."""
     limits = limits_of(config)
     if not config.scheduler.modes:
         limits = replace(limits, allow=tuple(dict.fromkeys(place.mode for place in plan.partitions)))
@@ -409,6 +410,7 @@ def watching(
         limits,
         switch_cost_s=costs["switch_cost_s"],
         search_cost_s=costs["search_cost_s"],
+        tried=costs.get("tried", False),
         without=config.scheduler.without,
     )
 

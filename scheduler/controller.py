@@ -21,7 +21,7 @@ from scheduler.topology import Topology
 from scheduler.workload import Workload
 
 TRIGGERS = {
-    "first window": "a plan has just settled",
+    "first window": "a plan has just settled that was not tried beside others",
     "compute hotspot": "a rank computes `hotspot` times the mean",
     "straggler": "a rank is `straggler` times slower than the fastest, by what the model expects of each",
     "exchange hotspot": "waiting takes the share `exchange` of a step, and half as much again as when the plan began",
@@ -161,10 +161,13 @@ class Controller:
         *,
         switch_cost_s: float = 1.0,
         search_cost_s: float = 0.0,
+        tried: bool = False,
         find: Search = search,
         without: Sequence[str] = (),
     ):
-        """switch_cost_s: expected of a switch until one was measured. search_cost_s: what a search takes."""
+        """switch_cost_s: expected of a switch until one was measured. search_cost_s: what a search takes. tried: the
+        plan is the fastest of several that just ran, so its first window is no reason to search.
+        """
         self.rules, self.workload, self.topology, self.engine, self.limits = rules, workload, topology, engine, limits
         self.plan, self.find, self.without = plan, find, tuple(without)
         self.decisions: list[Decision] = []
@@ -173,6 +176,7 @@ class Controller:
         self._links: tuple[tuple[int, int, float], ...] = topology.slow_links
         self._costs = [switch_cost_s]
         self._switches = 0
+        self._tried = tried
         self._since_search = 0
         self._held = 0
         self._lost_s = 0.0
@@ -277,7 +281,7 @@ class Controller:
 
     def _triggers(self, window: Window, slowness: Sequence[float]) -> tuple[str, ...]:
         rules, found = self.rules, []
-        if self._reference_s is None:
+        if self._reference_s is None and not self._tried:
             found.append("first window")
         if window.imbalance >= rules.hotspot:
             found.append("compute hotspot")
@@ -469,6 +473,7 @@ class Controller:
         self.plan = plan
         self._last_switch = view.window.last_step
         self._held, self._lost_s = 0, 0.0
+        self._tried = False
         self._reference_s = self._wait_reference_s = None
         self._searched, self._open, self._fruitless, self._waited_s = None, False, 0, 0.0
         return decision

@@ -10,6 +10,7 @@ from sparse_engine.keyed import (
     PURPOSE_FEATURES,
     PURPOSE_INIT,
     PURPOSE_SAMPLING,
+    PURPOSE_SHARED,
     PURPOSE_SHUFFLE,
     keyed_dropout,
     keyed_permutation,
@@ -18,15 +19,19 @@ from sparse_engine.keyed import (
     uniform,
 )
 from sparse_engine.pattern import SparsePattern
-from sparse_engine.sampler import Sample, sample_neighbors
+from sparse_engine.sampler import METHODS, WEIGHTED_METHODS, Method, Sample, sample_neighbors
 
 __all__ = [
     "BACKENDS",
+    "METHODS",
     "PURPOSE_DROPOUT",
     "PURPOSE_FEATURES",
     "PURPOSE_INIT",
     "PURPOSE_SAMPLING",
+    "PURPOSE_SHARED",
     "PURPOSE_SHUFFLE",
+    "WEIGHTED_METHODS",
+    "Method",
     "Sample",
     "SparsePattern",
     "aggregate",

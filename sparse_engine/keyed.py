@@ -16,6 +16,7 @@ PURPOSE_DROPOUT = 2
 PURPOSE_SHUFFLE = 3
 PURPOSE_INIT = 4
 PURPOSE_FEATURES = 5
+PURPOSE_SHARED = 6
 
 _MASK64 = 2**64 - 1
 _LANES = 2**16  # dropout compares 16 random bits with a threshold

@@ -1,21 +1,24 @@
-"""Draws in-neighbours uniformly and without replacement, and says with what probability.
+"""Draws in-neighbours, and says with what probability: one signature, two ways to compute. Checks what goes in.
 
-A row's draw depends only on its key, its degree and its neighbour list, so any split of rows into batches gives the
-same edges. Making keys is in `keyed.py`, turning samples into micro-batches is not here. Shape letters: `n` rows asked
-for, `e` edges drawn.
+A row's draw depends only on its key, its neighbour list and its weights, so any split of rows into batches gives the
+same edges. The drawing is in `torch_sampler.py` (any device, the definition of right) and `cpu_sampler.py` (compiled),
+which draw the same edges; making keys is in `keyed.py`, turning samples into micro-batches is not here. Shape letters:
+`N` rows and `E` edges of the graph, `n` rows asked for, `e` edges drawn, `k` the fan-out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sparse_engine.keyed import subkeys, uniform
+from sparse_engine import cpu_sampler, torch_sampler
 
-_BLOCK = 2**15  # rows drawn at a time, so that the rounds run in a core's cache
-_NETWORK_LIMIT = 48  # fan-outs up to this are sorted by a network of column minima and maxima
+Method = Literal["uniform", "weighted", "multinomial", "top", "shared"]
+METHODS: tuple[Method, ...] = get_args(Method)
+WEIGHTED_METHODS: tuple[Method, ...] = ("weighted", "multinomial", "top")
 
 
 @dataclass(frozen=True)
@@ -24,34 +27,60 @@ class Sample:
 
     Args:
         indptr: int64 `[n + 1]`.
-        indices: `[e]`, sources in the graph's index dtype.
-        inclusion: float64 `[n]`, the probability `pi` with which each edge of the row entered the sample: 1 if the
-            row has at most `fanout` edges, else `fanout / degree`. Attention adds `-log(pi)` to a logit and a mean
-            weighs with `1 / pi` to estimate the full neighbourhood (Horvitz and Thompson 1952).
+        indices: `[e]`, sources in the graph's index dtype, in the order in which the graph lists them.
+        inclusion: float64 `[n]`, the probability `pi` with which each edge of the row enters the sample: 1 if the row
+            has at most `k` edges or its edges are not drawn by chance, else `k / degree` (for methods that tell edges
+            apart, their mean).
+        edge_inclusion: float64 `[e]`, `pi` of each drawn edge where a row's edges differ, else None. With
+            replacement (`multinomial`) it is the expected number of times, which may exceed 1. Attention adds
+            `-log(pi)` to a logit and a sum weighs with `1 / pi`: so both estimate the full neighbourhood (Horvitz and
+            Thompson 1952; Hansen and Hurwitz 1943 with replacement).
     """
 
     indptr: Tensor
     indices: Tensor
     inclusion: Tensor
+    edge_inclusion: Tensor | None = None
 
 
 def sample_neighbors(
-    indptr: Tensor, indices: Tensor, rows: Tensor | None, fanout: int | None, row_keys: Tensor | None
+    indptr: Tensor,
+    indices: Tensor,
+    rows: Tensor | None,
+    fanout: int | None,
+    row_keys: Tensor | None,
+    *,
+    method: Method = "uniform",
+    weights: Tensor | None = None,
+    source_keys: Tensor | None = None,
 ) -> Sample:
-    """Sample up to `fanout` in-edges of each row, in the order in which the graph lists them.
+    """Sample `fanout` in-edges of each row; a row that has no more keeps all of them, whatever the method.
 
-    Floyd's method (Bentley and Floyd 1987), `fanout` rounds over all rows at once. Inputs are only read, so they may
-    be read-only memory maps.
+    * `uniform`: every set of `k` edges is as likely (Floyd's method, Bentley and Floyd 1987).
+    * `weighted`: `k` different edges, each with `pi = min(1, c w)`, `c` such that the `pi` of a row add up to `k`
+      (systematic sampling, Madow 1949). `numpy.random.choice` without replacement has other probabilities.
+    * `multinomial`: `k` draws with replacement by weight; an edge may be there several times.
+    * `top`: the `k` largest weights, of equal ones those listed first. Nothing is drawn and nothing estimated.
+    * `shared`: an edge enters if its source's number, the same for all rows, is below `k / degree`, so rows with common
+      neighbours draw common ones and a layer needs fewer distinct sources (LABOR-0, Balin and Catalyurek 2023). A row
+      gets `k` edges on average, perhaps none.
+
+    Weights are read as multiples of a 2^24th of the row's largest, at least one, so every edge has a chance and sums
+    are exact: that is what makes any device draw alike. Inputs are only read, so they may be read-only memory maps.
 
     Args:
         indptr: int64 `[N + 1]`.
         indices: int64 or int32 `[E]`.
         rows: int64 `[n]` in `[0, N)`, or `None` for all rows.
-        fanout: at least 1, or `None` for the full neighbourhood; with `rows=None` too, nothing is copied.
-        row_keys: int64 `[n]`, from `keyed.keys`; may be `None` where `fanout` is.
+        fanout: `k`, at least 1, or `None` for the full neighbourhood; with `rows=None` too, nothing is copied.
+        row_keys: int64 `[n]`, from `keyed.keys`; may be `None` where `fanout` is, and for `top` and `shared`.
+        method: one of `METHODS`.
+        weights: float32 `[E]`, finite, not negative except for `top`; for `weighted`, `multinomial` and `top`.
+        source_keys: int64, one for each value that `indices` may have; for `shared`.
 
     Raises:
-        ValueError: for a fan-out below 1, missing or mismatched keys, or a row out of range.
+        ValueError: for a fan-out below 1, an unknown method, missing or mismatched keys or weights, or a row out of
+            range.
 
     Example: the only row with more than two neighbours loses one.
 
@@ -61,95 +90,51 @@ def sample_neighbors(
         ([0, 2, 3], [0.667, 1.0])
     """
     num_rows = indptr.numel() - 1 if rows is None else rows.numel()
-    if fanout is not None:
-        _check_draw(fanout, row_keys, num_rows)
-    if rows is None:
-        starts, ends = indptr[:-1], indptr[1:]
-    else:
+    if method not in METHODS:
+        raise ValueError(f"sampling method {method!r} is unknown; use one of {', '.join(METHODS)}")
+    if rows is not None:
         _check_rows(rows, indptr.numel() - 1)
-        starts, ends = indptr.index_select(0, rows), indptr.index_select(0, rows + 1)
-    degrees = ends - starts
     if fanout is None:
-        inclusion = torch.ones(num_rows, dtype=torch.float64, device=indptr.device)
+        method, weights, source_keys, row_keys = "uniform", None, None, None
         if rows is None:
-            return Sample(indptr, indices, inclusion)
-        out_indptr = _running_sum(degrees)
-        return Sample(out_indptr, indices.index_select(0, _expand(starts, degrees, out_indptr)), inclusion)
-
-    assert row_keys is not None
-    counts = degrees.clamp(max=fanout)
-    out_indptr = _running_sum(counts)
-    inclusion = counts.double().div_(degrees.clamp(min=1)).masked_fill_(degrees == 0, 1.0)
-    sampled = torch.nonzero(degrees > fanout).squeeze(1)
-    if sampled.numel() < num_rows:
-        edges = _expand(starts, counts, out_indptr)  # [e], right for the rows that keep all their edges
+            return Sample(indptr, indices, torch.ones(num_rows, dtype=torch.float64, device=indptr.device))
     else:
-        edges = out_indptr.new_empty(num_rows * fanout)
-    for begin in range(0, sampled.numel(), _BLOCK):
-        block = sampled[begin : begin + _BLOCK]
-        chosen = _floyd(degrees[block], row_keys[block], fanout)  # [fanout, rows]
-        slots = out_indptr[block] + torch.arange(fanout, device=block.device)[:, None]
-        edges[slots] = starts[block] + chosen
-    return Sample(out_indptr, indices.index_select(0, edges), inclusion)
+        _check_draw(fanout, method, row_keys, num_rows, weights, indices, source_keys)
+    request = torch_sampler.Request(indptr, indices, rows, fanout, row_keys, method, weights, source_keys)
+    draw = cpu_sampler.draw if cpu_sampler.suits(request) else torch_sampler.draw
+    return Sample(*draw(request))
 
 
-def _floyd(degrees: Tensor, row_keys: Tensor, fanout: int) -> Tensor:
-    """`fanout` different positions below each degree, `[fanout, rows]`, ascending. Needs `degrees > fanout`."""
-    if int(degrees.max()) < 2**31:
-        degrees = degrees.int()  # the same positions in half the memory
-    chosen = degrees.new_empty(fanout, degrees.numel())
-    for round_ in range(fanout):
-        last = degrees - (fanout - round_)
-        draw = uniform(subkeys(row_keys, round_)).mul_(last + 1).to(last.dtype)  # uniform on 0..last
-        taken = torch.zeros_like(draw, dtype=torch.bool)
-        for earlier in range(round_):
-            taken |= chosen[earlier] == draw
-        torch.where(taken, last, draw, out=chosen[round_])  # `last` is free: earlier rounds drew below it
-    return _sort_columns(chosen)
-
-
-def _sort_columns(values: Tensor) -> Tensor:
-    """Sort a small number of values along dim 0, ascending; Batcher's odd-even merge (Knuth 5.2.2, algorithm M)."""
-    size = values.shape[0]
-    if size > _NETWORK_LIMIT:
-        return torch.sort(values, dim=0).values
-    lanes = list(values)
-    top = 1 << max((size - 1).bit_length() - 1, 0)
-    p = top
-    while p > 0:
-        q, r, d = top, 0, p
-        while True:
-            for i in range(size - d):
-                if i & p == r:
-                    low, high = lanes[i], lanes[i + d]
-                    lanes[i], lanes[i + d] = torch.minimum(low, high), torch.maximum(low, high)
-            if q == p:
-                break
-            d, q, r = q - p, q >> 1, p
-        p >>= 1
-    return torch.stack(lanes)
-
-
-def _expand(starts: Tensor, counts: Tensor, out_indptr: Tensor) -> Tensor:
-    """Positions `starts[i], starts[i] + 1, ...`, `counts[i]` of them for each row, int64 `[e]`."""
-    num_edges = int(out_indptr[-1])
-    shifts = torch.repeat_interleave(starts - out_indptr[:-1], counts, output_size=num_edges)
-    return shifts.add_(torch.arange(num_edges, device=starts.device))
-
-
-def _running_sum(counts: Tensor) -> Tensor:
-    indptr = counts.new_zeros(counts.numel() + 1)
-    torch.cumsum(counts, 0, out=indptr[1:])
-    return indptr
-
-
-def _check_draw(fanout: int, row_keys: Tensor | None, num_rows: int) -> None:
+def _check_draw(
+    fanout: int,
+    method: Method,
+    row_keys: Tensor | None,
+    num_rows: int,
+    weights: Tensor | None,
+    indices: Tensor,
+    source_keys: Tensor | None,
+) -> None:
     if fanout < 1:
         raise ValueError(f"fanout is {fanout}; use at least 1, or None for the full neighbourhood")
-    if row_keys is None:
-        raise ValueError(f"sampling with fanout={fanout} needs row_keys int64 [{num_rows}]; make them with keyed.keys")
-    if row_keys.dtype != torch.int64 or list(row_keys.shape) != [num_rows]:
-        raise ValueError(f"row_keys must be int64 [{num_rows}], got {row_keys.dtype} {list(row_keys.shape)}")
+    if method in ("uniform", "weighted", "multinomial"):
+        if row_keys is None:
+            raise ValueError(
+                f"sampling with fanout={fanout} needs row_keys int64 [{num_rows}]; make them with keyed.keys"
+            )
+        if row_keys.dtype != torch.int64 or list(row_keys.shape) != [num_rows]:
+            raise ValueError(f"row_keys must be int64 [{num_rows}], got {row_keys.dtype} {list(row_keys.shape)}")
+    if method in WEIGHTED_METHODS:
+        num_edges = indices.numel()
+        if weights is None:
+            raise ValueError(f"method {method!r} needs weights float32 [{num_edges}], one for each edge")
+        if weights.dtype != torch.float32 or list(weights.shape) != [num_edges]:
+            raise ValueError(f"weights must be float32 [{num_edges}], got {weights.dtype} {list(weights.shape)}")
+        if num_edges:
+            low, high = (float(value) for value in torch.aminmax(weights))  # nan if there is one
+            if not (low > -torch.inf and high < torch.inf) or (low < 0.0 and method != "top"):
+                raise ValueError(f"weights span {low}..{high}; make them finite{' and at least 0' * (method != 'top')}")
+    if method == "shared" and (source_keys is None or source_keys.dtype != torch.int64 or source_keys.dim() != 1):
+        raise ValueError("method 'shared' needs source_keys int64 [M], one for each source; make them with keyed.keys")
 
 
 def _check_rows(rows: Tensor, num_rows: int) -> None:

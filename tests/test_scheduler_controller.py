@@ -50,6 +50,16 @@ ALTERNATING = [Event(20 * i, ((i % 2),), 2.0, until=20 * i + 20) for i in range(
 # What it does ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tried", [False, True])
+def test_a_plan_that_was_tried_beside_others_is_not_searched_for_again(tried: bool) -> None:
+    mind = controller(tried=tried)
+    for last in (9, 19):
+        window = window_of([(estimate(mind.plan, WORK, MACHINE), 1.0)] * 10, last, mind.plan, MACHINE)
+        mind.observe(window, steps_left=100)
+    assert [decision.triggers for decision in mind.decisions] == [() if tried else ("first window",), ()]
+    assert [bool(decision.candidates) for decision in mind.decisions] == [not tried, False]
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_on_a_steady_machine_nothing_is_switched(noise: float) -> None:
     assert switches(run([], noise=noise)) == []

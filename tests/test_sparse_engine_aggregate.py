@@ -79,14 +79,30 @@ def test_random_patterns_equal_the_dense_product(
     torch.testing.assert_close(torch.autograd.grad(out, x, grad)[0], weights.t() @ grad, rtol=1e-12, atol=1e-12)
 
 
+def test_edges_that_weigh_are_counted_so_often() -> None:
+    pattern = random_pattern(30, 20, 200)
+    x, grad = torch.randn(20, 5, dtype=torch.float64, requires_grad=True), torch.randn(30, 5, dtype=torch.float64)
+    weight = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    dense = torch.zeros(30, 20, dtype=torch.float64)
+    dense.index_put_((pattern.row_index, pattern.indices.long()), weight.double(), accumulate=True)
+    for reduce, scale in (("sum", torch.ones(30)), ("mean", pattern.degrees.clamp(min=1))):
+        out = aggregate(x, pattern, reduce=reduce, edge_weight=weight)
+        torch.testing.assert_close(out.detach(), dense @ x.detach() / scale[:, None], rtol=1e-12, atol=1e-12)
+        gradient = dense.t() @ (grad / scale[:, None])
+        torch.testing.assert_close(torch.autograd.grad(out, x, grad)[0], gradient, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"edge_weight must be \[E=200\] on cpu, got \[30\] on cpu"):
+        aggregate(x, pattern, edge_weight=torch.ones(30))
+
+
 def test_gradcheck_to_second_order() -> None:
     pattern = random_pattern(5, 6, 14)
     x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     row_scale = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(14, dtype=torch.float64)
     for reduce in ("sum", "mean"):
 
         def run(values: Tensor, scale: Tensor, reduce: str = reduce) -> Tensor:
-            return aggregate(values, pattern, reduce=reduce, row_scale=scale)
+            return aggregate(values, pattern, reduce=reduce, row_scale=scale, edge_weight=weight)
 
         assert torch.autograd.gradcheck(run, (x, row_scale))
         assert torch.autograd.gradgradcheck(run, (x, row_scale))
