@@ -29,14 +29,13 @@ from gtx.parallel.exchange import Block, Channel, Flight, Route, Slot
 from gtx.parallel.executor import Executor
 from gtx.parallel.world import World, solo
 from gtx.partition import partition
-from gtx.session import joined, load_partitioned
+from gtx.session import attention_backend, joined, load_partitioned, silent
 from gtx.workload import model_shape
 from monitor import PhaseTimer, current_memory_bytes
 from scheduler.cost import destination_flops, edge_bytes, row_bytes, source_flops
 from scheduler.plan import fixed_plan
 from scheduler.topology import FREE, Device, Link, Topology
 from scheduler.workload import ModelShape
-from sparse_engine import resolve_backend
 
 ROWS, DEGREE, REPEATS = 8192, 16, 5
 MESSAGE_BYTES = (1 << 12, 1 << 20, 1 << 22)
@@ -155,7 +154,7 @@ def _phases(config: Config, world: World, shape: ModelShape, rows: int, degree: 
     precision = config.engine.precision if config.engine.precision == "float64" else "float32"
     engine = TorchEngine(model, EngineConfig(name="torch", precision=precision), here, 1)
     timer = PhaseTimer(synchronize=torch.cuda.synchronize if world.device.type == "cuda" else None)
-    backend = resolve_backend(config.model.backend, world.device, engine.dtype)
+    backend = attention_backend(config, world.device, engine.dtype, print if world.rank == 0 else silent)
     executor = Executor(engine, cut, here, timer, seed=0, num_heads=config.model.heads, backend=backend)
     batch = BatchPlanner(cut, BatchConfig(), SamplingConfig(), shape.layers, 0).step(0)
     compiled = Compiler(cut, plan, here, config.model.heads, np.zeros(1, dtype=np.int64)).compile(batch)

@@ -1,4 +1,4 @@
-"""What every command begins with: the launched ranks joined, the graph loaded and cut into partitions.
+"""What every command begins with: ranks joined, the graph loaded and cut into partitions, the attention code picked.
 
 Not here: what is then done with them (`train.py`, `calibrate.py`, `show.py`).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ from gtx.datasets import load_graph
 from gtx.graphs import GraphSummary, summarize
 from gtx.parallel.world import World, join_world, launched_ranks, leave_world
 from gtx.partition import PartitionedGraph, load, load_or_partition
+from sparse_engine import resolve_backend
 
 Say = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+    """A `Say` for the ranks that have nothing to tell."""
 
 
 @contextmanager
@@ -89,6 +95,15 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
     if first[3] is None:
         return make()  # the first rank could not keep its files
     return Loaded(load(first[3]), *first[4])
+
+
+def attention_backend(config: Config, device: torch.device, dtype: torch.dtype, say: Say) -> str:
+    """The attention code that the config means on this machine; that it is the slow one is said in a line."""
+    with warnings.catch_warnings(record=True) as warned:
+        backend = resolve_backend(config.model.backend, device, dtype)
+    for warning in warned:
+        say(f"note: {warning.message}")
+    return backend
 
 
 def tell_graph(loaded: Loaded, say: Say) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,7 +30,7 @@ from gtx.parallel.prefetch import Prefetcher
 from gtx.parallel.world import World
 from gtx.partition import PartitionedGraph
 from gtx.report import build_report, write_report
-from gtx.session import Say, joined, load_partitioned, tell_graph
+from gtx.session import Say, attention_backend, joined, load_partitioned, silent, tell_graph
 from gtx.tasks import score
 from gtx.workload import model_shape, partition_work
 from monitor import (
@@ -49,7 +48,6 @@ from monitor import (
     reset_peak_memory,
 )
 from scheduler.plan import Plan, deal, fixed_plan
-from sparse_engine import resolve_backend
 
 
 def make_plan(config: Config, graph: PartitionedGraph, world_size: int) -> Plan:
@@ -92,16 +90,13 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
     """
     started = datetime.now(timezone.utc)
     with joined(config) as world:
-        loud = say if world.rank == 0 else _silent
+        loud = say if world.rank == 0 else silent
         for line in config.without_effect():
             loud(f"note: {line}")
         loaded = load_partitioned(config, world)
         graph = loaded.partitioned
         tell_graph(loaded, loud)
-        with warnings.catch_warnings(record=True) as warned:
-            backend = resolve_backend(config.model.backend, world.device, DTYPES[config.engine.precision])
-        for warning in warned:
-            loud(f"note: {warning.message}")
+        backend = attention_backend(config, world.device, DTYPES[config.engine.precision], loud)
         batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
         num_steps = config.train.steps or (config.train.epochs or 0) * batches.steps_per_epoch
         torch.manual_seed(config.seed)
@@ -384,10 +379,6 @@ class Sinks:
         for sink in (self._metrics, self._records, self._board, self._bar):
             if sink is not None:
                 sink.close()
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def new_run_dir(config: Config, now: float | None = None) -> Path:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparse_engine.native import NativeError, library
-from sparse_engine.torch_sampler import Drawn, Request
+from sparse_engine.torch_sampler import Drawn, Request, unknown_source
 
 _METHODS = {"uniform": 0, "weighted": 1, "multinomial": 2, "top": 3, "shared": 4}
 
@@ -21,7 +21,7 @@ class _Request(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("indptr", "indices", "rows", "row_keys", "weights", "source_keys")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "fanout")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "fanout", "num_sources")),
         *((name, ctypes.c_int32) for name in ("method", "wide", "threads")),
     ]
 
@@ -50,12 +50,14 @@ def draw(request: Request) -> Drawn:
         *(None if x is None else x.data_ptr() for x in (indptr, indices, rows, row_keys, weights, source_keys)),
         num_rows,
         -1 if fanout is None else fanout,
+        0 if source_keys is None else source_keys.numel(),
         _METHODS[method],
         indices.dtype == torch.int64,
         torch.get_num_threads(),
     )
     code = library()
-    code.gtx_sample_count(ctypes.byref(asked), _pointer(out_indptr), _pointer(inclusion))
+    if not code.gtx_sample_count(ctypes.byref(asked), _pointer(out_indptr), _pointer(inclusion)):
+        raise unknown_source(request)
     num_edges = int(out_indptr[-1])
     drawn = indices.new_empty(num_edges)
     odds = torch.empty(num_edges, dtype=torch.float64) if method in ("weighted", "multinomial") else None

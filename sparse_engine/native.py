@@ -1,6 +1,6 @@
 """Builds and loads the compiled code of `csrc/`: once for each kind of CPU, at first use, cached.
 
-Not here: what the code does and how tensors get there (`cpu_backend.py`).
+Not here: what the code does and how tensors get there (`cpu_backend.py`, `cpu_sampler.py`).
 """
 
 from __future__ import annotations

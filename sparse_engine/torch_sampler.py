@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparse_engine.keyed import subkeys, uniform
 
-WEIGHT_ONE = 2**24  # what a row's largest weight counts as
+_WEIGHT_ONE = 2**24  # what a row's largest weight counts as
 _BLOCK = 2**15  # rows drawn at a time, so that the rounds run in a core's cache
 _NETWORK_LIMIT = 48  # fan-outs up to this are sorted by a network of column minima and maxima
 
@@ -33,6 +33,12 @@ class Request(NamedTuple):
     source_keys: Tensor | None
 
 
+def unknown_source(request: Request) -> ValueError:
+    """Of a request whose edges have sources without a key."""
+    given = 0 if request.source_keys is None else request.source_keys.numel()
+    return ValueError(f"source_keys has {given} keys and an edge another source; give one for each source of the graph")
+
+
 def draw(request: Request) -> Drawn:
     """See `sampler.sample_neighbors`."""
     indptr, indices, rows, fanout, row_keys, method, weights, source_keys = request
@@ -42,7 +48,7 @@ def draw(request: Request) -> Drawn:
         starts, ends = indptr.index_select(0, rows), indptr.index_select(0, rows + 1)
     degrees = ends - starts
     if fanout is None:
-        out_indptr = running_sum(degrees)
+        out_indptr = _running_sum(degrees)
         edges = _expand(starts, degrees, out_indptr)
         return out_indptr, indices.index_select(0, edges), torch.ones_like(degrees, dtype=torch.float64), None
 
@@ -50,14 +56,14 @@ def draw(request: Request) -> Drawn:
     inclusion = counts.double().div_(degrees.clamp(min=1)).masked_fill_(degrees == 0, 1.0)
     if method == "shared":
         assert source_keys is not None
-        edges = _expand(starts, degrees, running_sum(degrees))
-        limit = torch.repeat_interleave(inclusion, degrees)
-        kept = uniform(source_keys.index_select(0, indices.index_select(0, edges))) < limit
-        before = running_sum(kept.long())
-        out_indptr = before.index_select(0, running_sum(degrees))
-        return out_indptr, indices.index_select(0, edges[kept]), inclusion, None
+        bounds = _running_sum(degrees)
+        sources = indices.index_select(0, _expand(starts, degrees, bounds))
+        if sources.numel() and not (int(sources.min()) >= 0 and int(sources.max()) < source_keys.numel()):
+            raise unknown_source(request)
+        kept = uniform(source_keys.index_select(0, sources)) < torch.repeat_interleave(inclusion, degrees)
+        return _running_sum(kept.long()).index_select(0, bounds), sources[kept], inclusion, None
 
-    out_indptr = running_sum(counts)
+    out_indptr = _running_sum(counts)
     sampled = torch.nonzero(degrees > fanout).squeeze(1)
     if sampled.numel() < degrees.numel():
         edges = _expand(starts, counts, out_indptr)  # [e], right for the rows that keep all their edges
@@ -138,26 +144,26 @@ class _Flat:
     """All edges of some rows, one after the other: numbers in the graph `[f]`, rows `[f]`, bounds `[r + 1]`."""
 
     def __init__(self, starts: Tensor, degrees: Tensor) -> None:
-        self.bounds = running_sum(degrees)
+        self.bounds = _running_sum(degrees)
         self.edges = _expand(starts, degrees, self.bounds)
         self.row = torch.repeat_interleave(torch.arange(degrees.numel(), device=degrees.device), degrees)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums of int64 `[f]` over each row, `[r]`; rows are not empty."""
-        before = running_sum(values)
+        before = _running_sum(values)
         return before[self.bounds[1:]] - before[self.bounds[:-1]]
 
     def running(self, values: Tensor) -> Tensor:
         """Sums of int64 `[f]` from the start of the row to each edge, it included."""
-        before = running_sum(values)
+        before = _running_sum(values)
         return before[1:] - before[self.bounds[:-1]][self.row]
 
 
 def _whole(flat: _Flat, weights: Tensor) -> Tensor:
-    """Weights `[f]` as multiples of the row's largest over `WEIGHT_ONE`, int64, at least 1."""
+    """Weights `[f]` as multiples of the row's largest over `_WEIGHT_ONE`, int64, at least 1."""
     largest = torch.segment_reduce(weights.double(), "max", offsets=flat.bounds)
     shares = weights.double() / largest.masked_fill(largest == 0.0, 1.0)[flat.row]
-    return (shares * WEIGHT_ONE).long().clamp_(min=1)
+    return (shares * _WEIGHT_ONE).long().clamp_(min=1)
 
 
 def _systematic(flat: _Flat, weights: Tensor, row_keys: Tensor, fanout: int) -> tuple[Tensor, Tensor]:
@@ -190,7 +196,7 @@ def _systematic(flat: _Flat, weights: Tensor, row_keys: Tensor, fanout: int) -> 
 
 def _multinomial(flat: _Flat, weights: Tensor, row_keys: Tensor, fanout: int) -> tuple[Tensor, Tensor]:
     """Positions in `flat` of `fanout` draws a row `[r * k]`, ascending, and how often each is expected."""
-    before = running_sum(weights)
+    before = _running_sum(weights)
     bases = before[flat.bounds[:-1]]
     totals = before[flat.bounds[1:]] - bases
     draws = uniform(subkeys(row_keys[:, None], torch.arange(fanout, device=row_keys.device)))
@@ -210,7 +216,7 @@ def _top(flat: _Flat, weights: Tensor, fanout: int) -> Tensor:
 # CSR ------------------------------------------------------------------------------------------------------------------
 
 
-def running_sum(counts: Tensor) -> Tensor:
+def _running_sum(counts: Tensor) -> Tensor:
     """`[n + 1]`: the sum of all before each place."""
     indptr = counts.new_zeros(counts.numel() + 1)
     torch.cumsum(counts, 0, out=indptr[1:])

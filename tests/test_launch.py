@@ -266,6 +266,21 @@ def test_a_missing_package_is_one_line(folder: Path) -> None:
     assert "Traceback" not in ended.err
 
 
+def test_without_a_compiler_attention_is_slower_and_one_line_says_so(
+    plain: Ended, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("GTX_CACHE", str(tmp_path))
+    ended = train(folder, "torchrun", "no-compiler", *PLAIN)
+    assert ended.status == 0, ended.err
+    said = [line for line in (ended.out + ended.err).splitlines() if "no-such-compiler" in line]
+    assert said == [
+        "note: there is no C++ compiler 'no-such-compiler'; install g++ or set CXX; attention runs by torch operators, "
+        "several times slower"
+    ]
+    np.testing.assert_allclose(losses(folder / "no-compiler"), losses(folder / "plain"), rtol=1e-5)
+
+
 def assert_one_line(ended: Ended, *parts: str) -> None:
     """Status 2 and one line for the user."""
     assert ended.status == 2, ended.err

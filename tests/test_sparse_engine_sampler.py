@@ -86,6 +86,13 @@ def by_torch(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], Sample]) -> Sam
         return draw()
 
 
+def assert_compiled(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], Sample]) -> None:
+    """That no torch operations draw, as the comparisons would then compare them with themselves."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_sampler, "draw", None)
+        draw()
+
+
 def numbers(count: int, kinds: int, seed: int = 0) -> torch.Tensor:
     """Random weights of which many are equal and some are 0."""
     generator = torch.Generator().manual_seed(seed)
@@ -111,6 +118,7 @@ def test_compiled_code_threads_and_blocks_change_nothing(
         return sample_neighbors(indptr, indices, rows, fanout, row_keys(rows), method=method, **given)
 
     expected = by_torch(monkeypatch, draw)
+    assert_compiled(monkeypatch, draw)
     threads = torch.get_num_threads()
     try:
         for num_threads, block in ((1, 100), (2, 1000), (3, 2**14)):
@@ -317,3 +325,12 @@ def test_wrong_arguments_are_refused() -> None:
             sample_neighbors(indptr, indices, None, 2, every, method="weighted", weights=torch.full((7,), wrong))
     with pytest.raises(ValueError, match="needs source_keys int64"):
         sample_neighbors(indptr, indices, None, 2, None, method="shared")
+    few = row_keys(torch.arange(int(indices.max())))  # one too few
+
+    def draw() -> Sample:
+        return sample_neighbors(indptr, indices, None, 2, None, method="shared", source_keys=few)
+
+    with pytest.raises(ValueError, match="source_keys has 19 keys and an edge another source; give one for each"):
+        draw()
+    with pytest.raises(ValueError, match="source_keys has 19 keys and an edge another source; give one for each"):
+        by_torch(pytest.MonkeyPatch(), draw)

@@ -1,4 +1,4 @@
-// Drawing in-neighbours: the same edges as `sampler.py` draws with torch operations, row by row and with threads.
+// Drawing in-neighbours: the same edges as `torch_sampler.py` draws with torch operations, row by row and with threads.
 //
 // Randomness is a function of a row's key and a counter (splitmix64), so nothing depends on threads or on order. Rows are
 // taken in blocks: what the later stages of a block will read is fetched while the earlier ones still run.
@@ -166,7 +166,7 @@ struct SampleRequest {
   const uint64_t* row_keys;
   const float* weights;
   const uint64_t* source_keys;
-  int64_t num_rows, fanout;  // below 0: all edges
+  int64_t num_rows, fanout, num_sources;  // a fan-out below 0: all edges; of source_keys
   int32_t method, wide, threads;
 };
 
@@ -190,18 +190,22 @@ struct Rows {
 };
 
 template <class Id>
-void count_shared(const SampleRequest& in, int64_t* counts) {
+bool count_shared(const SampleRequest& in, int64_t* counts) {
   const Rows rows{in};
   const Id* indices = static_cast<const Id*>(in.indices);
-#pragma omp parallel for schedule(dynamic, 256) num_threads(in.threads) if (in.threads > 1)
+  bool known = true;
+#pragma omp parallel for schedule(dynamic, 256) num_threads(in.threads) if (in.threads > 1) reduction(&& : known)
   for (int64_t i = 0; i < in.num_rows; i++) {
     const Id* sources = indices + rows.start(i);
     const double share = rows.share(i);
     int64_t count = 0;
-    for (int64_t j = 0, degree = rows.degree(i); j < degree; j++)
-      count += uniform(in.source_keys[sources[j]]) < share;
+    for (int64_t j = 0, degree = rows.degree(i); j < degree; j++) {
+      if (sources[j] < 0 || sources[j] >= in.num_sources) known = false;
+      else count += uniform(in.source_keys[sources[j]]) < share;
+    }
     counts[i] = count;
   }
+  return known;
 }
 
 template <class Id>
@@ -258,11 +262,12 @@ void fill(const SampleRequest& in, const int64_t* out_indptr, Id* out, double* o
 
 extern "C" {
 
-// Fills out_indptr [n + 1] and inclusion [n].
-void gtx_sample_count(const SampleRequest* in, int64_t* out_indptr, double* inclusion) {
+// Fills out_indptr [n + 1] and inclusion [n]. Returns 0 if an edge's source has no key, else 1.
+int32_t gtx_sample_count(const SampleRequest* in, int64_t* out_indptr, double* inclusion) {
   const Rows rows{*in};
-  if (in->method == kShared && in->wide) count_shared<int64_t>(*in, out_indptr + 1);
-  if (in->method == kShared && !in->wide) count_shared<int32_t>(*in, out_indptr + 1);
+  bool known = true;
+  if (in->method == kShared)
+    known = in->wide ? count_shared<int64_t>(*in, out_indptr + 1) : count_shared<int32_t>(*in, out_indptr + 1);
   out_indptr[0] = 0;
   for (int64_t i = 0; i < in->num_rows; i++) {
     rows.fetch(i + 32);
@@ -270,6 +275,7 @@ void gtx_sample_count(const SampleRequest* in, int64_t* out_indptr, double* incl
     out_indptr[i + 1] += out_indptr[i];
     inclusion[i] = in->method == kTop ? 1.0 : rows.share(i);
   }
+  return known;
 }
 
 // Fills out [e] and, unless null, odds [e].
