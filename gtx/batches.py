@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gtx.config import BatchConfig, SamplingConfig
 from gtx.partition import PartitionedGraph
-from sparse_engine.keyed import PURPOSE_SHUFFLE, keyed_permutation
+from sparse_engine import PURPOSE_SHUFFLE, Method, keyed_permutation
 
 Ids = npt.NDArray[np.int64]
 
@@ -38,6 +38,7 @@ class Batch:
     """All micro-batches of one optimizer step (or of one evaluation).
 
     step: keys every draw (0 throughout where edges are drawn once). fanout: sampled in-edges a layer, None for all.
+    method, correct: how they are drawn and whether results are corrected for it, as in the config.
     fixed: the same rows and edges at every step, so that what was compiled can be kept.
     """
 
@@ -46,6 +47,8 @@ class Batch:
     fanout: tuple[int | None, ...]
     seed: int
     fixed: bool
+    method: Method = "uniform"
+    correct: bool = True
 
     @property
     def num_targets(self) -> int:
@@ -59,6 +62,7 @@ class BatchPlanner:
         self, graph: PartitionedGraph, config: BatchConfig, sampling: SamplingConfig, num_layers: int, seed: int
     ):
         self.graph, self.config, self.seed = graph, config, seed
+        self.sampling = sampling
         self.fanout = sampling.per_layer(num_layers)
         self.redraws = sampling.redraw == "step" and any(f is not None for f in self.fanout)
         train = np.asarray(graph.graph.train_mask)
@@ -93,7 +97,15 @@ class BatchPlanner:
         else:
             batches = [self._cut(epoch, i) for i in indices]
         fixed = self.config.kind == "full" and not self.redraws
-        return Batch(step if self.redraws else 0, tuple(batches), self.fanout, self.seed, fixed)
+        return Batch(
+            step if self.redraws else 0,
+            tuple(batches),
+            self.fanout,
+            self.seed,
+            fixed,
+            self.sampling.method,
+            self.sampling.correct,
+        )
 
     def _cut(self, epoch: int, index: int) -> MicroBatch:
         if self.config.kind == "cluster":

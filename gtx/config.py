@@ -88,11 +88,16 @@ class BatchConfig(_Section):
 class SamplingConfig(_Section):
     """fanout: in-edges drawn per destination: one number, one per layer, or null for all edges.
 
-    redraw: draw anew at every `step`, or `once`, the same edges all along.
+    redraw: draw anew at every `step`, or `once`, the same edges all along. method: how, as
+        `sparse_engine.sample_neighbors` says; an edge weighs one more than its source's in-degree. correct: whether
+        attention and sums are corrected for how likely each edge was drawn, so that they estimate the full
+        neighbourhood.
     """
 
     fanout: Positive | tuple[Positive | None, ...] | None = None
     redraw: Literal["step", "once"] = "step"
+    method: Literal["uniform", "weighted", "multinomial", "top", "shared"] = "uniform"
+    correct: bool = True
 
     @field_validator("fanout", mode="before")
     @classmethod
@@ -278,8 +283,11 @@ class Config(_Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         fanouts = self.sampling.per_layer(self.model.layers)
-        if self.sampling.redraw == "once" and all(fanout is None for fanout in fanouts):
-            raise ValueError("sampling.redraw once has no effect without sampling.fanout; set a fanout")
+        if all(fanout is None for fanout in fanouts):
+            for key in ("redraw", "method", "correct"):
+                value = getattr(self.sampling, key)
+                if value != SamplingConfig.model_fields[key].default:
+                    raise ValueError(f"sampling.{key} {value} has no effect without sampling.fanout; set a fanout")
         if self.batch.kind == "full" and self.batch.micro_batches * self.batch.accumulation > 1:
             raise ValueError(
                 f"batch.micro_batches {self.batch.micro_batches} times batch.accumulation {self.batch.accumulation} "

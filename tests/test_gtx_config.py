@@ -9,12 +9,13 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from gtx.config import Config, SamplingConfig, load_config, parse_config
+from sparse_engine import METHODS
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -191,7 +192,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"partition": {"part": 4}}, "unknown key 'partition.part'; known here: cache, method, parts"),
     ({"model": {"depth": 4}}, "unknown key 'model.depth'; known here: backend, dropout, ffn_width, heads, "),
     ({"batch": {"size": 4}}, "unknown key 'batch.size'; known here: accumulation, kind, micro_batches, parts, seeds"),
-    ({"sampling": {"fan": 4}}, "unknown key 'sampling.fan'; known here: fanout, redraw"),
+    ({"sampling": {"fan": 4}}, "unknown key 'sampling.fan'; known here: correct, fanout, method, redraw"),
     (
         {"plan": {"ranks": 4}},
         "unknown key 'plan.ranks'; known here: allow, checkpointing, file, groups, ",
@@ -280,6 +281,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"batch": {"accumulation": 2}}, "batch.micro_batches 1 times batch.accumulation 2 has no effect with "),
     ({"batch": {"kind": "cluster", "parts": 20}}, "batch.parts 20 exceeds partition.parts 16; lower the first"),
     ({"sampling": {"redraw": "once"}}, "sampling.redraw once has no effect without sampling.fanout; set a fanout"),
+    ({"sampling": {"method": "top"}}, "sampling.method top has no effect without sampling.fanout; set a fanout"),
     ({"sampling": {"redraw": "once", "fanout": [None] * 3}}, "sampling.redraw once has no effect without "),
     ({"sampling": {"fanout": [3, 2]}}, "sampling.fanout has 2 entries, model.layers is 3; give one a layer"),
 ]
@@ -384,3 +386,7 @@ def test_numbers_with_exponents_are_numbers_and_other_words_are_not(tmp_path: Pa
     config = load_config(file_with(tmp_path, text))
     assert (config.name, config.engine.lr, config.engine.weight_decay) == ("e5", 1e-3, 5e-4)
     assert config.data.options == {"a": 1000.0, "b": "1e", "c": "1e3", "d": 12}
+
+
+def test_the_methods_of_sampling_are_those_of_the_engine() -> None:
+    assert get_args(SamplingConfig.model_fields["method"].annotation) == METHODS

@@ -9,6 +9,7 @@ Legend: `N` nodes, `C` width, `H` heads, `d = C / H`; `A[i, j]` counts the edges
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from gtx.parallel.context import LayerContext, Runtime, WaveContext
 from gtx.parallel.world import World, solo
 from gtx.partition import PartitionedGraph
 from scheduler.plan import CHECKPOINTING
+from sparse_engine import Method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -518,6 +520,59 @@ def test_a_sampled_mean_needs_no_scaling() -> None:
     )
     sampled = torch.from_numpy(cut.in_degrees) > 3
     assert in_standard_errors(torch.stack(list(draws)), full)[sampled].max() < 4.5
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("method", ["weighted", "multinomial", "shared"])
+def test_any_draw_by_chance_estimates_the_full_one(method: Method, reduce: str) -> None:
+    """And does not where it is not corrected for, except for a mean over edges that are equally likely."""
+    cut = partitioned(awkward_graph())
+    run = one_rank(cut, {"model": {"width": 6, "heads": 3, "layers": 1}})
+    degrees = torch.from_numpy(cut.in_degrees)
+    x = degrees[:, None].double() / degrees.max() + 1.0  # so that drawing by degree tells
+    full = dense(cut.graph) @ x
+    full = full if reduce == "sum" else full / degrees[:, None].clamp(min=1)
+    drawn = {}
+    for correct in (True, False):
+        draws = []
+        for step in range(600):
+            batch = replace(batch_of(everything(cut), layers=1, fanout=3, step=step), method=method, correct=correct)
+            draws.append(wave_of(run, batch)[0].aggregate(x, reduce))
+        drawn[correct] = in_standard_errors(torch.stack(draws), full)[degrees > 3]
+    if method == "shared" and reduce == "mean":
+        return  # the ratio of two estimates, and 0 for a row that drew nothing
+    assert drawn[True].max() < 4.5
+    assert drawn[False].median() > 4.5
+
+
+@pytest.mark.parametrize("method", ["weighted", "multinomial"])
+def test_attention_over_a_sample_weighs_each_edge_by_how_likely_it_was(method: Method) -> None:
+    """So its numerator and denominator estimate those over all edges; unweighed they do not."""
+    cut = partitioned(awkward_graph())
+    run = one_rank(cut, {"model": {"width": 6, "heads": 3, "layers": 1}})
+    q, k, v = random(3, cut.graph.num_nodes, 3, 2)
+    A = dense(cut.graph)
+    scores = torch.einsum("ihd,jhd->hij", q, k).mul(2**-0.5).exp()  # [H, N, N]
+    wanted = torch.stack([scores.mul(A) @ v[..., 0].T[..., None], scores.mul(A).sum(-1, keepdim=True)])
+    sums: dict[bool, list[Tensor]] = {True: [], False: []}
+    for step in range(600):
+        batch = replace(batch_of(everything(cut), layers=1, fanout=3, step=step), method=method)
+        context, _ = wave_of(run, batch)
+        (edges,) = context._compiled.edges
+        assert edges.edge_inclusion is not None and edges.pattern.num_cols == len(A), "columns are nodes"
+        rows, columns = edges.pattern.row_index, edges.pattern.indices.long()
+        for corrected in (True, False):
+            weights = edges.edge_inclusion.reciprocal() if corrected else torch.ones_like(edges.edge_inclusion)
+            B = torch.zeros_like(A).index_put((rows, columns), weights, accumulate=True)
+            parts = [scores.mul(B) @ v[..., 0].T[..., None], scores.mul(B).sum(-1, keepdim=True)]
+            sums[corrected].append(torch.stack(parts))
+            if corrected and step < 5:
+                out = context.attention(q, torch.stack([k, v], 1))
+                close(out[..., 0].T[..., None], (parts[0] / parts[1]).nan_to_num(0.0))
+    sampled = torch.from_numpy(cut.in_degrees) > 3
+    errors = {known: in_standard_errors(torch.stack(found), wanted)[:, :, sampled] for known, found in sums.items()}
+    assert errors[True].max() < 5.0
+    assert errors[False].median() > 5.0
 
 
 def test_a_cut_neighbourhood_is_scaled_to_the_whole_degree() -> None:

@@ -38,6 +38,7 @@ from gtx.parallel.executor import Executor
 from gtx.parallel.world import World, solo
 from gtx.partition import PartitionedGraph
 from scheduler.plan import CHECKPOINTING, Placement, Plan
+from sparse_engine import METHODS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -204,6 +205,16 @@ def test_every_two_choices_meet_in_the_sweep() -> None:
 def test_any_plan_gives_the_loss_and_gradient_of_one_rank(world_size: int, kind: str) -> None:
     """3 heads, which 2 and 4 ranks do not divide; 6 parts, a hub, isolated targets, sampling and dropout."""
     assert_equal_one_rank(world_size, [mix.case(world_size) for mix in sweep(world_size) if mix.kind == kind])
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "uniform"])
+def test_any_way_to_draw_edges_is_the_same_under_any_plan(method: str) -> None:
+    cases = []
+    for i, (kind, mode) in enumerate(itertools.product(KINDS, MODES)):
+        sampling = {"fanout": 3, "method": method, "correct": i % 5 != 4}
+        settings = settings_of(kind, ("GT", "GCN", "GPS")[i % 3], sampling=sampling)
+        cases.append(Case(f"{kind} {mode}", awkward(), settings, plan_of(mode, awkward(), 2, 3)))
+    assert_equal_one_rank(2, cases)
 
 
 # Awkward sizes --------------------------------------------------------------------------------------------------------

@@ -26,13 +26,15 @@ class EdgeSlot:
 
     pattern: CSR, rows = destinations that arrived by `q`, columns = sources that arrived by `kv`.
     degrees: in-degree of each destination in the whole graph `[rows]`, float64, so that means over a sample can be
-        scaled up. inclusion: probability `[rows]` of each attended in-edge of that row.
+        scaled up. inclusion: probability `[rows]` of each attended in-edge of that row. edge_inclusion: times this one
+        `[edges]`, where the edges of a row differ; both float64, and 1 where nothing is to be corrected.
     """
 
     heads: HeadRange
     pattern: SparsePattern
     degrees: torch.Tensor
     inclusion: torch.Tensor
+    edge_inclusion: torch.Tensor | None
 
     def to(self, device: torch.device) -> EdgeSlot:
         return replace(
@@ -40,6 +42,7 @@ class EdgeSlot:
             pattern=self.pattern.to(device),
             degrees=self.degrees.to(device),
             inclusion=self.inclusion.to(device),
+            edge_inclusion=None if self.edge_inclusion is None else self.edge_inclusion.to(device),
         )
 
 

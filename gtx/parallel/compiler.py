@@ -26,8 +26,7 @@ from gtx.parallel.exchange import Block, Route, Slot
 from gtx.parallel.world import World
 from gtx.partition import PartitionedGraph
 from scheduler.plan import HeadRange, Plan, head_ranges, head_slices, moves_between, owner_table, split_evenly
-from sparse_engine import SparsePattern, sample_neighbors
-from sparse_engine.keyed import PURPOSE_SAMPLING, keys
+from sparse_engine import PURPOSE_SAMPLING, PURPOSE_SHARED, WEIGHTED_METHODS, SparsePattern, keys, sample_neighbors
 
 _SCRATCH_LIMIT = 1 << 27  # keys; beyond it positions are found by search instead of by table
 
@@ -67,6 +66,7 @@ class Compiler:
         self._tables: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._positions = np.empty(0, dtype=np.int32)
         self._columns = np.empty(0, dtype=np.int32)
+        self._shared: tuple[tuple[int, int, int] | None, torch.Tensor] = (None, torch.empty(0))
 
     # Ownership --------------------------------------------------------------------------------------------------------
 
@@ -288,29 +288,55 @@ class Compiler:
         draws = keys(batch.seed, PURPOSE_SAMPLING, batch.step, layer, original) if fanout is not None else None
         parts = [batch.micro_batches[m].parts for m in state.numbers]
         rows_at: torch.Tensor | None = None if everything else at
-        if parts[0] is not None:
+        method = "uniform" if fanout is None else batch.method
+        weighted = method in WEIGHTED_METHODS
+        if parts[0] is not None or weighted:  # both need the whole list of each row
             neighbours = sample_neighbors(indptr, indices, rows_at, None, None)
+            indptr, indices, rows_at = neighbours.indptr, neighbours.indices, None
+        if parts[0] is not None:
             active = np.zeros((len(parts), self.plan.num_partitions), dtype=bool)
             for i, chosen in enumerate(parts):
                 active[i, chosen] = True
-            degrees = np.diff(neighbours.indptr.numpy())
-            source_part = self.part_of[neighbours.indices.numpy()]
-            owner = 0 if local is None else np.repeat(local, degrees)
+            source_part = self.part_of[indices.numpy()]
+            owner = 0 if local is None else np.repeat(local, np.diff(indptr.numpy()))
             kept = active[owner, source_part]
             kept_before = np.concatenate([[0], np.cumsum(kept)])
-            indptr = torch.from_numpy(kept_before[neighbours.indptr.numpy()])
-            indices = neighbours.indices[torch.from_numpy(kept)]
-            rows_at = None
-        sample = sample_neighbors(indptr, indices, rows_at, fanout, draws)
+            indptr = torch.from_numpy(kept_before[indptr.numpy()])
+            indices = indices[torch.from_numpy(kept)]
+        sample = sample_neighbors(
+            indptr,
+            indices,
+            rows_at,
+            fanout,
+            draws,
+            method=method,
+            weights=self._importance.index_select(0, indices) if weighted else None,
+            source_keys=self._source_keys(batch, layer) if method == "shared" else None,
+        )
         sources: Ids = sample.indices.numpy()
         if local is not None:
             sources = sources + np.repeat(local, np.diff(sample.indptr.numpy())) * self.num_nodes
-        degrees = self.degrees[nodes].astype(np.float64)
-        attended = np.diff(sample.indptr.numpy())
-        inclusion = np.divide(attended, degrees, out=np.ones(len(rows)), where=degrees > 0)
-        return _Drawn(
-            sample.indptr, sources, torch.from_numpy(degrees), torch.from_numpy(inclusion), float(degrees.sum())
-        )
+        degrees = torch.from_numpy(self.degrees[nodes].astype(np.float64))
+        exact = batch.correct and method == "uniform"  # each edge of a row is as likely, and the number drawn is fixed
+        counts = sample.indptr.diff() if exact else degrees if rows_at is not None else indptr.diff()
+        inclusion = torch.where(degrees > 0, counts / degrees.clamp(min=1.0), 1.0)
+        edge_inclusion = sample.edge_inclusion if batch.correct else None
+        if batch.correct and method == "shared":
+            inclusion = inclusion * sample.inclusion
+        return _Drawn(sample.indptr, sources, degrees, inclusion, edge_inclusion, float(degrees.sum()))
+
+    @cached_property
+    def _importance(self) -> torch.Tensor:
+        """What edges are weighed by: one more than the in-degree of their source, float32 `[N]`."""
+        return torch.from_numpy((self.degrees + 1).astype(np.float32))
+
+    def _source_keys(self, batch: Batch, layer: int) -> torch.Tensor:
+        """What all rows of a layer draw a source by, int64 `[N]`."""
+        asked = (batch.seed, batch.step, layer)
+        if self._shared[0] != asked:
+            original = torch.from_numpy(self.original_id)
+            self._shared = (asked, keys(batch.seed, PURPOSE_SHARED, batch.step, layer, original))
+        return self._shared[1]
 
     def _arrival_order(self) -> list[int]:
         return [self.world.rank, *(peer for peer in range(self.world.size) if peer != self.world.rank)]
@@ -363,7 +389,7 @@ class Compiler:
             arrived = np.concatenate([slot[peer] for peer in self._arrival_order()])
             columns = self._columns_of(arrived, len(state.numbers))
             pattern = SparsePattern(found.indptr, torch.from_numpy(columns(found.sources)), len(arrived))
-            slots.append(EdgeSlot(heads, pattern, found.degrees, found.inclusion))
+            slots.append(EdgeSlot(heads, pattern, found.degrees, found.inclusion, found.edge_inclusion))
         return kv, tuple(slots)
 
     def _route(
@@ -538,6 +564,7 @@ class _Drawn:
     sources: Ids
     degrees: torch.Tensor
     inclusion: torch.Tensor
+    edge_inclusion: torch.Tensor | None
     num_edges_whole: float
 
     @property

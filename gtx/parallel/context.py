@@ -156,15 +156,17 @@ class LayerContext:
     def attention(self, q: Tensor, kv: Sources | Tensor, *, scale: float | None = None) -> Tensor:
         """Softmax attention of `q [n_dst, H, d]` over in-edges; `kv [n_src, 2, H, d]` packs keys and values.
 
-        Under sampling each row keeps its full neighbourhood's expectation: uniform draws shift all logits of a row by
-        the same `-log(pi)`, which softmax ignores, so nothing needs correcting.
+        A drawn edge's logit grows by `-log(pi)`, so that the row's sums estimate those over its full neighbourhood.
+        Where all edges of a row are as likely, softmax ignores that, and nothing is added.
         """
         backend = self._runtime.backend
 
         def attend(edges: EdgeSlot, query: Tensor | None, source: Tensor) -> Tensor:
             assert query is not None
+            odds = edges.edge_inclusion
+            bias = None if odds is None else odds.log().neg_().to(query.dtype)
             return sparse_attention(
-                query[:, 0], source[:, 0], source[:, 1], edges.pattern, scale=scale, backend=backend
+                query[:, 0], source[:, 0], source[:, 1], edges.pattern, edge_bias=bias, scale=scale, backend=backend
             )
 
         return self.edgewise(attend, q.unsqueeze(1), kv)
@@ -172,19 +174,22 @@ class LayerContext:
     def aggregate(self, x: Tensor, reduce: str = "mean") -> Tensor:
         """Sum or mean of `x [n_src, C]` over the in-edges of each destination, `[n_dst, C]`.
 
-        Sampled or cut neighbourhoods are scaled up by `degree / attended`, so that a sum estimates the full one; a mean
-        needs no scaling. Columns are split over a head-parallel group like heads are.
+        Sampled or cut neighbourhoods are scaled up, so that a sum estimates the full one; a mean needs that only where
+        a row's edges are not equally likely. Columns are split over a head-parallel group like heads are.
         """
         columns, heads = x.shape[1], self.num_heads
         padded = F.pad(x, (0, -columns % heads))
         packed = padded.view(x.shape[0], 1, heads, padded.shape[1] // heads)
 
         def add_up(edges: EdgeSlot, query: Tensor | None, source: Tensor) -> Tensor:
-            values = source[:, 0]  # [cols, h, d]
-            if reduce == "mean":
+            values, odds = source[:, 0], edges.edge_inclusion  # [cols, h, d]
+            if reduce == "mean" and odds is None:
                 return aggregate(values, edges.pattern, reduce="mean")
-            scale = torch.where(edges.inclusion > 0, 1.0 / edges.inclusion, 0.0).to(values.dtype)
-            return aggregate(values, edges.pattern, reduce="sum", row_scale=scale)
+            weight = None if odds is None else odds.reciprocal()
+            scale = torch.where(edges.inclusion > 0, 1.0 / edges.inclusion, 0.0)
+            if reduce == "mean":
+                scale = scale / edges.degrees.clamp(min=1.0)
+            return aggregate(values, edges.pattern, row_scale=scale.to(values.dtype), edge_weight=weight)
 
         return self.edgewise(add_up, None, packed).flatten(1)[:, :columns]
 
