@@ -23,10 +23,10 @@ from scheduler.workload import Workload
 TRIGGERS = {
     "first window": "a plan has just settled that was not tried beside others",
     "compute hotspot": "a rank computes `hotspot` times the mean",
-    "straggler": "a rank is `straggler` times slower than the fastest, by what the model expects of each",
-    "exchange hotspot": "waiting takes the share `exchange` of a step, and half as much again as when the plan began",
+    "straggler": "a rank has become `straggler` times slower or faster beside the others than the last search believed",
+    "exchange hotspot": "waiting, without a straggler, is the share `exchange` of a step and grew by half since then",
     "memory pressure": "a rank uses the share `memory` of what it may",
-    "drift": "the step has changed by the share `drift` since the plan began",
+    "drift": "the step has changed by the share `drift` since the plan began or the last search",
     "review": "nothing was searched for `review` windows",
     "promise": "a switch brought less than half of what it promised",
 }
@@ -38,8 +38,8 @@ class Rules:
 
     delta: least gain over the step. kappa: times the switch's cost that the gain must exceed. z: sigmas besides.
     hold: windows in which the same must hold. cooldown: least steps between switches. hotspot: the busiest rank's
-    compute over the mean. straggler: a rank's slowness over the fastest. exchange: share of the step that is waiting.
-    memory: share of the limit. drift: change of the step since the plan began. review: windows between searches
+    compute over the mean. straggler: change of a rank's slowness. exchange: share of the step that is waiting.
+    memory: share of the limit. drift: change of the step. review: windows between searches
     without a trigger. snap: slowness below it counts as none. max_failures: broken promises after which it stops.
     hysteresis: off, for ablations, leaves only "the predicted gain is positive".
     """
@@ -130,9 +130,12 @@ class _View:
 
 @dataclass(frozen=True)
 class _Searched:
-    """The last search under the running plan: what it was for, what was believed, what it found."""
+    """The last search under the running plan: what it and those before were for, what it alone, what was believed, what
+    was found.
+    """
 
     triggers: frozenset[str]
+    asked: tuple[str, ...]
     believed: Topology
     found: Found
 
@@ -184,8 +187,9 @@ class Controller:
         self._cooldown = rules.cooldown
         self._failures = 0
         self._promise: _Promise | None = None
-        self._reference_s: float | None = None  # the step when the plan had settled
+        self._reference_s: float | None = None  # the step when the plan had settled or was last compared with others
         self._wait_reference_s: float | None = None
+        self._slowness_reference = tuple(self._slow_before(rank) for rank in range(topology.world_size))
         self._bias: dict[str, float] = {}  # measured over predicted, of plans that ran
         self.search_cost_s = search_cost_s
         self._searched: _Searched | None = None
@@ -199,7 +203,8 @@ class Controller:
         """Whether the links should be probed before `observe` is called with this window."""
         triggers = self._triggers(window, self._slowness(window))
         waited = self._waited_s + self._wait(window)
-        return not self.stopped and "exchange hotspot" in triggers and self._search_pays(triggers, waited)
+        unexplained = "exchange hotspot" in triggers or ("drift" in triggers and "straggler" not in triggers)
+        return not self.stopped and unexplained and self._search_pays(triggers, waited)
 
     def observe(self, window: Window, steps_left: int) -> Decision:
         """Take in a window and decide. A `switch` or `return` is taken as done: the next window is of the new plan."""
@@ -215,21 +220,27 @@ class Controller:
         self._believe(window, slowness)
         self._bias[self.plan.fingerprint] = window.step_s / max(self._predict(self.plan), 1e-12)
         if self._reference_s is None:
-            self._reference_s = window.step_s
-            self._wait_reference_s = max(rank.wait_s for rank in window.ranks)
+            self._refer_to(window)
         broken = self._settle_promise(window)
+        if not triggers and self._open and self._searched is not None:
+            triggers = self._searched.asked  # what was found then waits for the rule's clauses, not for a trigger
         view = _View(window, (*triggers, "promise") if broken else triggers, steps_left, slowness)
         if broken is not None and broken.outcome_s > broken.before_s:
             return self._return(view, broken)
         if self.stopped:
             return self._stay(view, "stopped: switching did not pay", verdict="stopped")
-        if not view.triggers and not self._open:  # what was found waits for the rule's clauses, not for a trigger
+        if not view.triggers and not self._open:
             self._held, self._lost_s = 0, 0.0
             return self._stay(view, "no trigger")
         if not self._open and not self._search_pays(view.triggers, self._waited_s):
             wanted = self.search_cost_s * 2**self._fruitless
             return self._stay(view, f"searched for that before; {self._waited_s:.3g} s of {wanted:.3g} s waited since")
         return self._consider(view)
+
+    def _refer_to(self, window: Window) -> None:
+        """From now on triggers are about what differs from this window."""
+        self._reference_s = window.step_s
+        self._wait_reference_s = max(rank.wait_s for rank in window.ranks)
 
     @staticmethod
     def _wait(window: Window) -> float:
@@ -285,11 +296,12 @@ class Controller:
             found.append("first window")
         if window.imbalance >= rules.hotspot:
             found.append("compute hotspot")
-        if max(slowness) >= rules.straggler:
+        changes = [max(now / then, then / now) for now, then in zip(slowness, self._slowness_reference, strict=True)]
+        if max(changes) >= rules.straggler:
             found.append("straggler")
         wait = max(rank.wait_s for rank in window.ranks)
         grew = self._wait_reference_s is None or wait > 1.5 * self._wait_reference_s
-        if wait >= rules.exchange * window.step_s and grew and max(slowness) < rules.straggler:
+        if wait >= rules.exchange * window.step_s and grew and "straggler" not in found:
             found.append("exchange hotspot")
         if any(rank.peak_memory_bytes >= rules.memory * self._limit(rank.rank) for rank in window.ranks):
             found.append("memory pressure")
@@ -341,9 +353,9 @@ class Controller:
         """Search, and switch if every clause of the rule holds."""
         last = self._searched
         if last is None or not self._open or set(view.triggers) - last.triggers:
-            return self._decide(view, self._search(view.triggers))
+            return self._decide(view, self._search(view))
         if self._lost_s >= self.cost_s and not last.under(self.believed):  # what is about to be taken shall be the best
-            return self._decide(view, self._search(view.triggers))
+            return self._decide(view, self._search(view))
         return self._decide(view, self._again(last.found))
 
     def _again(self, found: Found) -> Found:
@@ -361,11 +373,13 @@ class Controller:
             ),
         )
 
-    def _search(self, triggers: Sequence[str]) -> Found:
+    def _search(self, view: _View) -> Found:
         self._since_search, self._waited_s = 0, 0.0
+        self._slowness_reference = view.slowness
+        self._refer_to(view.window)
         found = self.find(self.workload, self.believed, self.engine, self.limits, start=self.plan, without=self.without)
         before = self._searched.triggers if self._searched is not None else frozenset()
-        self._searched = _Searched(before | set(triggers), self.believed, found)
+        self._searched = _Searched(before | set(view.triggers), view.triggers, self.believed, found)
         return found
 
     def _decide(self, view: _View, found: Found) -> Decision:

@@ -126,6 +126,33 @@ def test_a_link_that_fills_is_probed_and_left() -> None:
     assert played.plans[-1][1] != played.plans[0][1]
 
 
+def searches(played: Played) -> list[tuple[int, tuple[str, ...]]]:
+    """The step and triggers of every decision that rests on a search, first windows and reviews left out."""
+    found = [(d.step, d.triggers) for d in played.decisions if d.candidates]
+    return [(step, triggers) for step, triggers in found if not {"first window", "review"} & set(triggers)]
+
+
+def test_a_straggler_that_was_answered_is_not_news_again() -> None:
+    played = run([Event(100, (2,), 2.0)], noise=0.02)
+    (switch,) = switches(played)
+    assert {step for step, _ in searches(played)} <= set(range(100, switch.step + 1))
+
+
+def test_a_rank_that_recovers_is_given_work_again() -> None:
+    played = run([Event(100, (2,), 2.0, until=300)], steps=600)
+    away, back = switches(played)
+    assert "straggler" in back.triggers and 300 <= back.step <= 329 and back.slowness[2] == 1.0
+    assert played.plans[-1][1].fingerprint == played.plans[0][1].fingerprint, "the machine is what it was"
+    assert away.kept and back.kept
+
+
+def test_a_link_that_fills_after_a_straggler_was_answered_is_noticed() -> None:
+    played = run([Event(100, (2,), 2.0), Event(300, (0, 1), 50.0)], workload=NEEDY, steps=600)
+    late = [d for d in played.decisions if d.step >= 300 and d.links]
+    assert late and late[0].step <= 329 and late[0].links == ((0, 1, pytest.approx(50.0)),)
+    assert late[0].candidates, "searched for, with what the probe found"
+
+
 def test_an_alternating_straggler_is_not_followed_to_and_fro() -> None:
     played = run(ALTERNATING, steps=600)
     assert [d.verdict for d in played.decisions].count("switch") <= RULES.max_failures
