@@ -61,12 +61,10 @@ def library() -> ctypes.CDLL:
 
 @cache
 def _load(level: str, compiler: str, folder: Path) -> ctypes.CDLL | NativeError:
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    command = [compiler, *_FLAGS, *_LEVELS[level]]
-    content = "\n".join([*command, *(source.read_text(encoding="utf-8") for source in sources)])
-    built = folder / f"sparse_engine-{level.lower()}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
+    command = [compiler, *_FLAGS, *_LEVELS[level], *map(str, sorted(_SOURCES.glob("*.cpp")))]
+    built = folder / f"sparse_engine-{level.lower()}-{_fingerprint(level, compiler)}.so"
     try:
-        _ensure(built, compiler, command, sources)
+        _ensure(built, command)
         return ctypes.CDLL(str(built))
     except NativeError as error:
         return error
@@ -74,23 +72,30 @@ def _load(level: str, compiler: str, folder: Path) -> ctypes.CDLL | NativeError:
         return NativeError(f"cannot keep the compiled sparse engine as {built}: {error}; set GTX_CACHE")
 
 
-def _ensure(built: Path, compiler: str, command: list[str], sources: list[Path]) -> None:
+def _fingerprint(level: str, compiler: str) -> str:
+    """16 hex digits of what is compiled, headers included, and how."""
+    read = sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    content = [compiler, *_FLAGS, *_LEVELS[level], *(path.read_text(encoding="utf-8") for path in read)]
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()[:16]
+
+
+def _ensure(built: Path, command: list[str]) -> None:
     if not built.exists():
-        if shutil.which(compiler) is None:
-            raise NativeError(f"there is no C++ compiler {compiler!r}; install g++ or set CXX")
+        if shutil.which(command[0]) is None:
+            raise NativeError(f"there is no C++ compiler {command[0]!r}; install g++ or set CXX")
         built.parent.mkdir(parents=True, exist_ok=True)
         with open(built.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait for the one that builds
             if not built.exists():
-                _build(command, sources, built)
+                _build(command, built)
 
 
-def _build(command: list[str], sources: list[Path], built: Path) -> None:
+def _build(command: list[str], built: Path) -> None:
     print(f"compiling the sparse engine for this CPU, once (to {built}) ...", file=sys.stderr, flush=True)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         made = Path(folder) / built.name
-        done = subprocess.run([*command, *map(str, sources), "-o", str(made)], capture_output=True, text=True)
+        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
         if done.returncode:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
             raise NativeError(f"{command[0]} cannot compile the sparse engine: {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparse_engine import SparsePattern, resolve_backend, sparse_attention
+from sparse_engine import SparsePattern, native, resolve_backend, sparse_attention
 
 HERE = Path(__file__).resolve().parent
 
@@ -175,6 +176,19 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match="cannot keep the compiled sparse engine as .*; set GTX_CACHE") as caught:
         resolve_backend("cpu", "cpu", torch.float32)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changed", ["rows.h", "attention.cpp"])
+def test_a_changed_source_or_header_is_compiled_anew(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(native._SOURCES, tmp_path / "csrc")
+    before = native._fingerprint("AVX2", "g++")
+    monkeypatch.setattr(native, "_SOURCES", tmp_path / "csrc")
+    assert native._fingerprint("AVX2", "g++") == before
+    with (tmp_path / "csrc" / changed).open("a") as file:
+        file.write("// changed")
+    assert native._fingerprint("AVX2", "g++") != before
 
 
 def test_an_unknown_kind_of_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
