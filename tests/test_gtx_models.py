@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,9 +20,9 @@ from cases import Rig, awkward_graph, loss_and_gradient, partitioned, plan_of, r
 from torch import Tensor, nn
 
 from gtx.batches import Batch, MicroBatch
-from gtx.config import parse_config
+from gtx.config import ModelConfig, parse_config
 from gtx.graphs import Graph, edge_list, from_edges, with_self_loops, with_undirected
-from gtx.models import GCNLayer, GPSLayer, GraphModel, GTLayer, LinearAttention, MicroBatchNorm
+from gtx.models import FAMILIES, GCNLayer, GPSLayer, GraphModel, GTLayer, LinearAttention, MicroBatchNorm
 from gtx.parallel.context import LayerContext, Runtime, WaveContext
 from gtx.parallel.world import World, solo
 from gtx.partition import PartitionedGraph
@@ -105,6 +105,11 @@ def context_of(sizes: Sequence[int], *, training: bool = True) -> tuple[LayerCon
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_config_can_name_every_model_of_the_registry_and_no_other() -> None:
+    names = get_args(ModelConfig.model_fields["name"].annotation)
+    assert sorted(names) == sorted(FAMILIES) == sorted(MODELS)
 
 
 # The graph ------------------------------------------------------------------------------------------------------------

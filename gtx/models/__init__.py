@@ -1,0 +1,26 @@
+"""The models, as layers whose parts are row-wise, edge-wise or sums over a micro-batch; a file for each family.
+
+Models know nothing of ranks: every layer takes rows and a `LayerContext`. Not here: the attention itself
+(`sparse_engine/`), losses and scores (`gtx/tasks.py`).
+"""
+
+from gtx.models.gcn import GCNLayer
+from gtx.models.gps import GPSLayer, LocalMean
+from gtx.models.gt import GTLayer
+from gtx.models.layers import FeedForward, LinearAttention, MicroBatchNorm
+from gtx.models.mlp import MLPLayer
+from gtx.models.model import GraphModel
+from gtx.models.registry import FAMILIES
+
+__all__ = [
+    "FAMILIES",
+    "FeedForward",
+    "GCNLayer",
+    "GPSLayer",
+    "GTLayer",
+    "GraphModel",
+    "LinearAttention",
+    "LocalMean",
+    "MLPLayer",
+    "MicroBatchNorm",
+]
