@@ -6,6 +6,7 @@ Not here: which rank computes what (`scheduler/plan.py`) and which edges are dra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from gtx.partition import PartitionedGraph
 from sparse_engine import PURPOSE_SHUFFLE, Method, keyed_permutation
 
 Ids = npt.NDArray[np.int64]
+EdgeMethod = Method | Literal["random_walk"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ class Batch:
     fanout: tuple[int | None, ...]
     seed: int
     fixed: bool
-    method: Method = "uniform"
+    method: EdgeMethod = "uniform"
     correct: bool = True
 
     @property
@@ -64,7 +66,8 @@ class BatchPlanner:
         self.graph, self.config, self.seed = graph, config, seed
         self.sampling = sampling
         self.fanout = sampling.per_layer(num_layers)
-        self.redraws = sampling.redraw == "step" and any(f is not None for f in self.fanout)
+        self.lists = sampling.method == "random_walk"  # edges that are the model's own, also in evaluation
+        self.redraws = sampling.redraw == "step" and any(f is not None for f in self.fanout) and not self.lists
         train = np.asarray(graph.graph.train_mask)
         self.train = np.flatnonzero(train).astype(np.int64)
         self.everything = MicroBatch(np.arange(graph.graph.num_nodes, dtype=np.int64), self.train)
@@ -120,7 +123,10 @@ class BatchPlanner:
         return MicroBatch(seeds, seeds, grows=True)
 
     def evaluation(self, step: int) -> Batch:
-        """One full-graph micro-batch over all edges, with every labelled node as a target."""
+        """One full-graph micro-batch over all edges (or static lists), with every labelled node as a target."""
         nodes = self.everything.nodes
         targets = nodes[np.asarray(self.graph.graph.labels)[nodes] >= 0]
-        return Batch(step, (MicroBatch(nodes, targets),), (None,) * len(self.fanout), self.seed, True)
+        batch = (MicroBatch(nodes, targets),)
+        if self.lists:
+            return Batch(step, batch, self.fanout, self.seed, True, "random_walk", self.sampling.correct)
+        return Batch(step, batch, (None,) * len(self.fanout), self.seed, True)

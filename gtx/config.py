@@ -91,13 +91,17 @@ class SamplingConfig(_Section):
     redraw: draw anew at every `step`, or `once`, the same edges all along. method: how, as
         `sparse_engine.sample_neighbors` says; an edge weighs one more than its source's in-degree. correct: whether
         attention and sums are corrected for how likely each edge was drawn, so that they estimate the full
-        neighbourhood.
+        neighbourhood. `random_walk` is no draw: each node attends to the `fanout` nodes that `walks` random walks from
+        it visit most, each ended after a step with probability `restart`, in training and in evaluation; `correct`
+        then counts a node as often as it was visited.
     """
 
     fanout: Positive | tuple[Positive | None, ...] | None = None
     redraw: Literal["step", "once"] = "step"
-    method: Literal["uniform", "weighted", "multinomial", "top", "shared"] = "uniform"
+    method: Literal["uniform", "weighted", "multinomial", "top", "shared", "random_walk"] = "uniform"
     correct: bool = True
+    walks: Positive = 64
+    restart: Annotated[float, Field(gt=0.0, le=1.0, strict=True)] = 0.25
 
     @field_validator("fanout", mode="before")
     @classmethod
@@ -327,6 +331,12 @@ class Config(_Section):
         if not self.plan.searched:
             given = sorted(self.scheduler.model_fields_set)
             lines += [f"scheduler.{key} has no effect: nothing is searched" for key in given]
+        if self.sampling.method == "random_walk":
+            if "redraw" in self.sampling.model_fields_set:
+                lines.append("sampling.redraw has no effect: the lists of sampling.method random_walk are made once")
+        else:
+            given = sorted(self.sampling.model_fields_set & {"walks", "restart"})
+            lines += [f"sampling.{key} has no effect: sampling.method is {self.sampling.method}" for key in given]
         for key, kind in (("parts", "cluster"), ("seeds", "neighbor")):
             if key in self.batch.model_fields_set and self.batch.kind != kind:
                 lines.append(f"batch.{key} has no effect: batch.kind is {self.batch.kind}, not {kind}")

@@ -14,22 +14,23 @@ import io
 import itertools
 import json
 import logging
-import os
 import re
-import shutil
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from gtx.folders import open_array, read_manifest, replace, settle, write_beside
 from gtx.graphs import Graph, Int64Array, edge_list
+
+if TYPE_CHECKING:
+    from gtx.neighbor_lists import NeighborLists
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ _Metis = Callable[
 
 FORMAT = "gtx-partition"
 FORMAT_VERSION = 1
-_MANIFEST = "manifest.json"
 _GRAPH_ARRAYS = ("indptr", "indices", "features", "labels", "train_mask", "val_mask", "test_mask")
 _DTYPES = {
     "indptr": ("int64",),
@@ -101,6 +101,7 @@ class PartitionedGraph:
         original_id: int64 [N]; node `i` here was node `original_id[i]`. Ascending within a part.
         facts: how it was made and how good it is.
         folder: where it is kept, so that other processes can map the same files; None if only in memory.
+        lists: what a row attends to instead of its in-edges where `sampling.method` is `random_walk`.
     """
 
     graph: Graph
@@ -108,6 +109,7 @@ class PartitionedGraph:
     original_id: Int64Array
     facts: PartitionFacts
     folder: Path | None = None
+    lists: NeighborLists | None = None
 
     @property
     def num_parts(self) -> int:
@@ -419,12 +421,7 @@ def save(partitioned: PartitionedGraph, folder: str | Path) -> None:
     Everything is written beside it first and then renamed, so that `folder` is either whole or not there.
     """
     folder = Path(folder)
-    written = _write_beside(partitioned, folder)
-    try:
-        while not _moved(written, folder):
-            _discard(folder)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
+    replace(_write_beside(partitioned, folder), folder)
 
 
 def load(folder: str | Path) -> PartitionedGraph:
@@ -438,13 +435,8 @@ def load(folder: str | Path) -> PartitionedGraph:
     """
     folder = Path(folder)
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT or manifest["format_version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"its format is {manifest['format']!r} version {manifest['format_version']!r}, "
-                f"this program reads {FORMAT!r} version {FORMAT_VERSION}"
-            )
-        arrays = {name: _open_array(folder, name, manifest["arrays"][name]) for name in _DTYPES}
+        manifest = read_manifest(folder, FORMAT, FORMAT_VERSION)
+        arrays = {name: open_array(folder, name, manifest["arrays"][name], kinds) for name, kinds in _DTYPES.items()}
         facts = _facts_from(manifest["facts"])
         graph = Graph(
             name=str(manifest["graph"]["name"]),
@@ -482,17 +474,12 @@ def load_or_partition(
     if folder.exists():
         logger.warning("partitioning %s again: %s", graph.name, found)
     partitioned = _partition(graph, method, parts, seed, wanted)
-    written = _write_beside(partitioned, folder)
-    try:
-        for _ in range(8):
-            if _moved(written, folder):
-                break
-            if isinstance(_load_matching(folder, wanted), PartitionedGraph):
-                break  # another process was first
-            _discard(folder)
-        kept = _load_matching(folder, wanted)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
+    settle(
+        _write_beside(partitioned, folder),
+        folder,
+        lambda: isinstance(_load_matching(folder, wanted), PartitionedGraph),
+    )
+    kept = _load_matching(folder, wanted)
     if isinstance(kept, PartitionedGraph):
         return kept, False
     logger.warning("the partition of %s is used without being kept: %s", graph.name, kept)
@@ -512,69 +499,16 @@ def _load_matching(folder: Path, wanted: str) -> PartitionedGraph | str:
 
 def _write_beside(partitioned: PartitionedGraph, folder: Path) -> Path:
     """Write everything into a new folder next to `folder` and return that."""
-    written = _aside(folder, "writing")
-    written.mkdir(parents=True)
-    try:
-        graph = partitioned.graph
-        arrays = {name: np.ascontiguousarray(getattr(graph, name)) for name in _GRAPH_ARRAYS}
-        arrays |= {"starts": partitioned.starts, "original_id": partitioned.original_id}
-        for name, array in arrays.items():
-            np.save(written / f"{name}.npy", array, allow_pickle=False)
-        manifest = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "graph": {"name": graph.name, "num_classes": graph.num_classes, "metric": graph.metric},
-            "arrays": {name: {"shape": a.shape, "dtype": a.dtype.name} for name, a in arrays.items()},
-            "facts": partitioned.facts.as_dict(),  # with the fingerprint
-        }
-        (written / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    except BaseException:
-        shutil.rmtree(written, ignore_errors=True)
-        raise
-    return written
-
-
-def _aside(folder: Path, purpose: str) -> Path:
-    """A path next to `folder` that no other process uses; hidden, so that it is not taken for a partition."""
-    return folder.parent / f".{folder.name}.{purpose}-{uuid.uuid4().hex}"
-
-
-def _moved(written: Path, folder: Path) -> bool:
-    """Rename `written` to `folder`; False if something is there already."""
-    try:
-        os.rename(written, folder)
-    except OSError:
-        if not os.path.lexists(folder):
-            raise
-        return False
-    return True
-
-
-def _discard(folder: Path) -> None:
-    """Take `folder` out of the way in one step, then delete it. Fine if another process has just done so."""
-    unwanted = _aside(folder, "unwanted")
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(folder, unwanted)
-        if unwanted.is_dir() and not unwanted.is_symlink():
-            shutil.rmtree(unwanted, ignore_errors=True)
-        else:
-            unwanted.unlink()
-
-
-def _open_array(folder: Path, name: str, described: dict[str, Any]) -> npt.NDArray[Any]:
-    path = folder / f"{name}.npy"
-    is_empty = 0 in described["shape"]  # a file without content cannot be mapped
-    try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode=None if is_empty else "c", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
-    if array.dtype.name != described["dtype"] or array.dtype.name not in _DTYPES[name]:
-        raise ValueError(f"{path.name} is {array.dtype.name}; the manifest says {described['dtype']}")
-    if list(array.shape) != described["shape"]:
-        raise ValueError(f"{path.name} has shape {list(array.shape)}; the manifest says {described['shape']}")
-    if isinstance(array, np.memmap) and array.offset + array.nbytes != path.stat().st_size:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {array.offset + array.nbytes}")
-    return array
+    graph = partitioned.graph
+    arrays = {name: np.ascontiguousarray(getattr(graph, name)) for name in _GRAPH_ARRAYS}
+    arrays |= {"starts": partitioned.starts, "original_id": partitioned.original_id}
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "graph": {"name": graph.name, "num_classes": graph.num_classes, "metric": graph.metric},
+        "facts": partitioned.facts.as_dict(),  # with the fingerprint
+    }
+    return write_beside(folder, arrays, manifest)
 
 
 def _facts_from(stored: dict[str, Any]) -> PartitionFacts:

@@ -10,13 +10,15 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from gtx.config import Config
 from gtx.datasets import load_graph
 from gtx.graphs import GraphSummary, summarize
+from gtx.neighbor_lists import load_lists, load_or_walk
 from gtx.parallel.world import World, join_world, launched_ranks, leave_world
 from gtx.partition import PartitionedGraph, load, load_or_partition
 from sparse_engine import resolve_backend
@@ -52,6 +54,16 @@ class Loaded:
     summary: GraphSummary
     reused: bool
 
+    def facts(self) -> dict[str, Any]:
+        """How the graph was cut and what was made for it, for the strategy report."""
+        facts = {**self.partitioned.facts.as_dict(), "reused": self.reused}
+        lists = self.partitioned.lists
+        if lists is not None:
+            kept = ("walks", "restart", "entries", "bytes", "seconds")
+            facts |= {f"lists_{key}": value for key, value in lists.facts.as_dict().items() if key in kept}
+            facts["lists_reused"] = lists.reused
+        return facts
+
 
 def load_partitioned(config: Config, world: World | None = None) -> Loaded:
     """Load and partition the graph once per host; the other ranks map the files that the first one wrote.
@@ -72,6 +84,11 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
         )
         part = config.partition
         partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache)
+        sampling = config.sampling
+        if sampling.method == "random_walk":
+            longest = max(fanout or 1 for fanout in sampling.per_layer(config.model.layers))
+            walks = (longest, sampling.walks, sampling.restart, config.seed)
+            partitioned = replace(partitioned, lists=load_or_walk(partitioned, *walks, part.cache))
         return Loaded(partitioned, summarize(graph), reused)
 
     if world is None or world.size == 1:
@@ -84,17 +101,22 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
             made = make()
         except (ValueError, OSError) as problem:
             error = str(problem)
-    folder = made.partitioned.folder if made else None
-    facts = world.gather_facts((host, local_rank, error, folder, (made.summary, made.reused) if made else None))
+    lists = made.partitioned.lists if made else None
+    folders = (made.partitioned.folder, lists and lists.folder) if made else (None, None)
+    facts = world.gather_facts((host, local_rank, error, folders, (made.summary, made.reused) if made else None))
     for fact in facts:
         if fact[2] is not None:
             raise ValueError(fact[2])
     if made is not None:
         return made
     first = next(fact for fact in facts if fact[0] == host and fact[1] == 0)
-    if first[3] is None:
+    folder, lists_folder = first[3]
+    if folder is None or (lists_folder is None and config.sampling.method == "random_walk"):
         return make()  # the first rank could not keep its files
-    return Loaded(load(first[3]), *first[4])
+    partitioned = load(folder)
+    if lists_folder is not None:
+        partitioned = replace(partitioned, lists=load_lists(lists_folder))
+    return Loaded(partitioned, *first[4])
 
 
 def attention_backend(config: Config, device: torch.device, dtype: torch.dtype, say: Say) -> str:
@@ -107,7 +129,7 @@ def attention_backend(config: Config, device: torch.device, dtype: torch.dtype, 
 
 
 def tell_graph(loaded: Loaded, say: Say) -> None:
-    """Two lines on the graph and how it is cut."""
+    """Lines on the graph, how it is cut, and the neighbour lists if there are any."""
     summary, facts = loaded.summary, loaded.partitioned.facts
     kind = "directed" if summary.directed else "undirected"
     say(
@@ -120,3 +142,10 @@ def tell_graph(loaded: Loaded, say: Say) -> None:
         f"partitions: {facts.parts} by {facts.method} ({facts.implementation}), {made}; cut {facts.cut_fraction:.1%}, "
         f"balance {facts.node_balance:.2f} nodes, {facts.edge_balance:.2f} edges"
     )
+    lists = loaded.partitioned.lists
+    if lists is not None:
+        made = "reused" if lists.reused else f"made in {lists.facts.seconds:.1f} s"
+        say(
+            f"neighbour lists: at most {lists.facts.fanout} nodes each by {lists.facts.walks} walks, {made}; "
+            f"{lists.facts.entries:,} entries, {lists.facts.bytes / 2**20:.1f} MiB"
+        )

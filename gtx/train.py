@@ -155,7 +155,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
             versions=versions(),
             devices=devices,
             graph={"name": graph.graph.name, **loaded.summary.as_dict()},
-            partitioning={**graph.facts.as_dict(), "reused": loaded.reused},
+            partitioning=loaded.facts(),
             partitions=[
                 {
                     "mode": place.mode,

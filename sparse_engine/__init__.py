@@ -12,6 +12,7 @@ from sparse_engine.keyed import (
     PURPOSE_SAMPLING,
     PURPOSE_SHARED,
     PURPOSE_SHUFFLE,
+    PURPOSE_WALKS,
     keyed_dropout,
     keyed_permutation,
     keys,
@@ -20,6 +21,7 @@ from sparse_engine.keyed import (
 )
 from sparse_engine.pattern import SparsePattern
 from sparse_engine.sampler import METHODS, WEIGHTED_METHODS, Method, Sample, sample_neighbors
+from sparse_engine.walks import Visited, most_visited
 
 __all__ = [
     "BACKENDS",
@@ -30,14 +32,17 @@ __all__ = [
     "PURPOSE_SAMPLING",
     "PURPOSE_SHARED",
     "PURPOSE_SHUFFLE",
+    "PURPOSE_WALKS",
     "WEIGHTED_METHODS",
     "Method",
     "Sample",
     "SparsePattern",
+    "Visited",
     "aggregate",
     "keyed_dropout",
     "keyed_permutation",
     "keys",
+    "most_visited",
     "resolve_backend",
     "sample_neighbors",
     "sparse_attention",

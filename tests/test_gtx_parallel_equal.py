@@ -31,6 +31,7 @@ from cases import (
 from ranks import run_ranks
 
 from gtx.batches import Batch, MicroBatch
+from gtx.neighbor_lists import walk_lists
 from gtx.parallel.compiler import Compiler
 from gtx.parallel.context import LayerContext, Runtime, WaveContext
 from gtx.parallel.exchange import Flight
@@ -88,6 +89,12 @@ def settings_of(
 def awkward() -> PartitionedGraph:
     """60 nodes in 6 parts: a hub, isolated nodes that are targets, duplicate edges, self loops, unlabelled nodes."""
     return partitioned(awkward_graph())
+
+
+@cache
+def walked() -> PartitionedGraph:
+    """The same, with neighbour lists by random walks."""
+    return replace(awkward(), lists=walk_lists(awkward(), 3, 10, 0.3, 0))
 
 
 @cache
@@ -207,13 +214,13 @@ def test_any_plan_gives_the_loss_and_gradient_of_one_rank(world_size: int, kind:
     assert_equal_one_rank(world_size, [mix.case(world_size) for mix in sweep(world_size) if mix.kind == kind])
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "uniform"])
+@pytest.mark.parametrize("method", [*(method for method in METHODS if method != "uniform"), "random_walk"])
 def test_any_way_to_draw_edges_is_the_same_under_any_plan(method: str) -> None:
     cases = []
     for i, (kind, mode) in enumerate(itertools.product(KINDS, MODES)):
         sampling = {"fanout": 3, "method": method, "correct": i % 5 != 4}
         settings = settings_of(kind, ("GT", "GCN", "GPS")[i % 3], sampling=sampling)
-        cases.append(Case(f"{kind} {mode}", awkward(), settings, plan_of(mode, awkward(), 2, 3)))
+        cases.append(Case(f"{kind} {mode}", walked(), settings, plan_of(mode, walked(), 2, 3)))
     assert_equal_one_rank(2, cases)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,15 @@ from gtx.parallel.exchange import Block, Route, Slot
 from gtx.parallel.world import World
 from gtx.partition import PartitionedGraph
 from scheduler.plan import HeadRange, Plan, head_ranges, head_slices, moves_between, owner_table, split_evenly
-from sparse_engine import PURPOSE_SAMPLING, PURPOSE_SHARED, WEIGHTED_METHODS, SparsePattern, keys, sample_neighbors
+from sparse_engine import (
+    PURPOSE_SAMPLING,
+    PURPOSE_SHARED,
+    WEIGHTED_METHODS,
+    Method,
+    SparsePattern,
+    keys,
+    sample_neighbors,
+)
 
 _SCRATCH_LIMIT = 1 << 27  # keys; beyond it positions are found by search instead of by table
 
@@ -164,8 +173,8 @@ class Compiler:
         """Whether a layer has the rows, edges and owners of the one after it, so that nothing is found anew."""
         return (
             layer + 1 < self.plan.num_layers
-            and batch.fanout[layer] is None
-            and batch.fanout[layer + 1] is None
+            and batch.fanout[layer] == batch.fanout[layer + 1]
+            and (batch.fanout[layer] is None or batch.method == "random_walk")
             and not any(micro_batch.grows for micro_batch in batch.micro_batches)
             and not any(place.mode == "pipeline" for place in self.plan.partitions)
         )
@@ -285,21 +294,18 @@ class Compiler:
         # The whole graph in order needs no copy; a head-parallel group's rows arrive in blocks, out of order.
         everything = local is None and len(nodes) == self.num_nodes and (not self.has_model or self.world.size == 1)
         fanout = batch.fanout[layer]
+        if batch.method == "random_walk" and fanout is not None:
+            return self._listed(batch, state, nodes, local, fanout)
         draws = keys(batch.seed, PURPOSE_SAMPLING, batch.step, layer, original) if fanout is not None else None
         parts = [batch.micro_batches[m].parts for m in state.numbers]
         rows_at: torch.Tensor | None = None if everything else at
-        method = "uniform" if fanout is None else batch.method
+        method: Method = "uniform" if fanout is None or batch.method == "random_walk" else batch.method
         weighted = method in WEIGHTED_METHODS
         if parts[0] is not None or weighted:  # both need the whole list of each row
             neighbours = sample_neighbors(indptr, indices, rows_at, None, None)
             indptr, indices, rows_at = neighbours.indptr, neighbours.indices, None
         if parts[0] is not None:
-            active = np.zeros((len(parts), self.plan.num_partitions), dtype=bool)
-            for i, chosen in enumerate(parts):
-                active[i, chosen] = True
-            source_part = self.part_of[indices.numpy()]
-            owner = 0 if local is None else np.repeat(local, np.diff(indptr.numpy()))
-            kept = active[owner, source_part]
+            kept = self._within(parts, local, np.diff(indptr.numpy()), indices.numpy())
             kept_before = np.concatenate([[0], np.cumsum(kept)])
             indptr = torch.from_numpy(kept_before[indptr.numpy()])
             indices = indices[torch.from_numpy(kept)]
@@ -324,6 +330,47 @@ class Compiler:
         if batch.correct and method == "shared":
             inclusion = inclusion * sample.inclusion
         return _Drawn(sample.indptr, sources, degrees, inclusion, edge_inclusion, float(degrees.sum()))
+
+    def _within(
+        self, parts: Sequence[Ids | None], local: Ids | None, counts: Ids, sources: npt.NDArray[Any]
+    ) -> npt.NDArray[np.bool_]:
+        """Which edges have their source in the partitions of their row's micro-batch; counts: edges of each row."""
+        active = np.zeros((len(parts), self.plan.num_partitions), dtype=bool)
+        for i, chosen in enumerate(parts):
+            active[i, chosen] = True
+        owner = 0 if local is None else np.repeat(local, counts)
+        kept: npt.NDArray[np.bool_] = active[owner, self.part_of[sources]]
+        return kept
+
+    def _listed(self, batch: Batch, state: _WaveState, nodes: Ids, local: Ids | None, fanout: int) -> _Drawn:
+        """The first `fanout` entries of each row's list; where corrected, each counts as often as it was visited."""
+        lists = self.graph.lists
+        assert lists is not None
+        starts, lengths = lists.indptr[nodes], lists.indptr[nodes + 1] - lists.indptr[nodes]
+        parts = [batch.micro_batches[m].parts for m in state.numbers]
+        counts = lengths if parts[0] is not None else np.minimum(lengths, fanout)
+        entries = _places(starts, counts)
+        if parts[0] is not None:
+            kept = self._within(parts, local, counts, lists.indices[entries])
+            order: Ids = np.cumsum(kept) - kept  # among all that are kept
+            before = np.concatenate([[0], np.cumsum(kept)])[np.cumsum(counts) - counts]
+            kept &= order - np.repeat(before, counts) < fanout
+            row = np.repeat(np.arange(len(nodes)), counts)
+            entries, counts = entries[kept], np.bincount(row[kept], minlength=len(nodes))
+        sources: Ids = lists.indices[entries].astype(np.int64)
+        if local is not None:
+            sources += np.repeat(local, counts) * self.num_nodes
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        degrees = self.degrees[nodes].astype(np.float64)
+        inclusion, odds = np.ones(len(nodes)), None
+        if batch.correct:
+            inclusion = np.where(degrees > 0, counts / np.maximum(degrees, 1.0), 1.0)
+            visits = lists.visits[entries].astype(np.float64)
+            total = np.diff(np.concatenate([[0.0], np.cumsum(visits)])[indptr])
+            odds = torch.from_numpy(np.repeat(total / np.maximum(counts, 1), counts) / visits)
+        whole = float(np.minimum(lengths, fanout).sum())
+        rows = (torch.from_numpy(degrees), torch.from_numpy(inclusion))
+        return _Drawn(torch.from_numpy(indptr), sources, *rows, odds, whole)
 
     @cached_property
     def _importance(self) -> torch.Tensor:
@@ -554,6 +601,12 @@ class Compiler:
         parts = [torch.empty(len(counts), dtype=torch.int64) for _ in range(self.world.size)]
         dist.all_gather(parts, torch.from_numpy(counts), group=self.world.ids_group)
         return torch.stack(parts).numpy()
+
+
+def _places(starts: Ids, counts: Ids) -> Ids:
+    """`starts[i], starts[i] + 1, ...`, `counts[i]` of them for each `i`."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 @dataclass(frozen=True, eq=False)
