@@ -16,7 +16,7 @@ from torch import Tensor
 from sparse_engine.keyed import subkeys, uniform
 from sparse_engine.native import NativeError, library
 
-_LONGEST = 32  # steps of a walk; `csrc/sampling.cpp` has the same
+_LONGEST = 32  # steps of a walk; `csrc/walks.cpp` has the same
 _BLOCK = 2**17  # walks that take their steps together
 
 
@@ -152,7 +152,7 @@ def _visits(
 
 
 class _Request(ctypes.Structure):
-    """`WalkRequest` of `csrc/sampling.cpp`."""
+    """`WalkRequest` of `csrc/walks.cpp`."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("indptr", "indices", "rows", "order", "row_keys")),

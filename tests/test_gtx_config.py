@@ -389,4 +389,4 @@ def test_numbers_with_exponents_are_numbers_and_other_words_are_not(tmp_path: Pa
 
 
 def test_the_methods_of_sampling_are_those_of_the_engine() -> None:
-    assert get_args(SamplingConfig.model_fields["method"].annotation) == METHODS
+    assert get_args(SamplingConfig.model_fields["method"].annotation) == (*METHODS, "random_walk")
