@@ -33,14 +33,35 @@ class _Section(BaseModel):
 
 
 class DataConfig(_Section):
-    """name: a known graph. root: folder of the `.npz` sets. split: which of a set's splits. options: per graph."""
+    """name: a known graph, or `table`: one's own, see docs/your_graph.md. root: folder of the `.npz` sets.
+
+    nodes, edges: the files of `table`. split: which of a set's splits. options: per graph.
+    The graph is then changed in this order: dedupe: of edges with the same ends keep the first; undirected: add missing
+    reverses; self_loops; standardize: features to mean 0 and deviation 1 over the training nodes.
+    """
 
     name: str = "digits"
     root: Path | None = None
+    nodes: Path | None = None
+    edges: Path | None = None
     split: NonNegative = 0
+    dedupe: bool = False
     undirected: bool = True
     self_loops: Literal["keep", "add", "remove"] = "add"
+    standardize: bool = False
     options: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _tables_have_files(self) -> DataConfig:
+        for key in ("nodes", "edges"):
+            file = getattr(self, key)
+            if self.name == "table" and file is None:
+                raise ValueError(f"name table needs {key}; give a .csv, .tsv or .parquet file, see docs/your_graph.md")
+            if self.name != "table" and file is not None:
+                raise ValueError(f"{key} {file} has no effect with name {self.name}; use name table")
+        if self.name == "table" and self.root is not None:
+            raise ValueError(f"root {self.root} has no effect with name table; write it into nodes and edges")
+        return self
 
 
 class PartitionConfig(_Section):

@@ -1,4 +1,4 @@
-"""The graphs that can be asked for by name: scikit-learn's digits, two generators of any size, and packed real graphs.
+"""The graphs one can ask for by name: one's own tables, scikit-learn's digits, two generators, packed real graphs.
 
 What a graph is and how it is checked is in `graphs.py`. Nothing here downloads: the real graphs are read from a folder.
 
@@ -24,22 +24,23 @@ import numpy.typing as npt
 
 from gtx.graphs import (
     UNLABELLED,
-    BoolArray,
     Graph,
     Int64Array,
     Metric,
     SelfLoopPolicy,
     from_edges,
+    with_distinct_edges,
     with_self_loops,
+    with_standardized_features,
     with_undirected,
 )
+from gtx.splits import split_generator, stratified_split
 
 logger = logging.getLogger(__name__)
 
-TRAIN_SHARE, VAL_SHARE = 0.2, 0.2  # of each class, where no public split exists; the rest is test
 _TOP_UP_ROUNDS = 32
 _RMAT_CHUNK = 1 << 18  # edges drawn at a time, so that the bits of a chunk stay in cache
-_STREAMS = ("split", "blocks", "degrees", "edges", "centroids", "features", "ids", "latent")
+_STREAMS = ("split of `splits.py`", "blocks", "degrees", "edges", "centroids", "features", "ids", "latent")
 
 
 def load_graph(
@@ -51,6 +52,10 @@ def load_graph(
     undirected: bool,
     self_loops: str,
     options: Mapping[str, object],
+    nodes: str | Path | None = None,
+    edges: str | Path | None = None,
+    dedupe: bool = False,
+    standardize: bool = False,
 ) -> Graph:
     """The graph called `name`, read or generated.
 
@@ -58,10 +63,14 @@ def load_graph(
         name: one of `graph_names()`, or an alias of it.
         root: folder of the packed real graphs; generated graphs do not look at it.
         seed: of everything that is drawn here. Graphs with a split of their own draw nothing.
-        split: which split: 0 for Planetoid's, 0..9 for the other real graphs; generated graphs draw any number of them.
+        split: which split: 0 for Planetoid's, 0..9 for the other real graphs; generated graphs and tables without a
+            split draw any number of them.
         undirected: whether to add the reverse of each edge that lacks it (before self loops).
         self_loops: `keep`, `add` or `remove`, see `graphs.with_self_loops`.
         options: of this graph, see the builder's docstring; a value left out takes its default.
+        nodes, edges: the files of `table`.
+        dedupe: whether to keep only the first of edges with the same ends (before `undirected`).
+        standardize: whether features get mean 0 and deviation 1 over the training nodes.
 
     Raises:
         ValueError: for an unknown name, option or split, or a file that is missing or damaged.
@@ -73,10 +82,14 @@ def load_graph(
         raise ValueError(f"seed is {seed} and data.split is {split}; neither can be negative")
     source = _SOURCES[canonical]
     taken = _take_options(canonical, source.options, options)
-    graph = source.build(_Request(canonical, None if root is None else Path(root), seed, split, taken))
+    files = [None if file is None else Path(file) for file in (root, nodes, edges)]
+    graph = source.build(_Request(canonical, seed, split, taken, *files))
+    if dedupe:
+        graph = with_distinct_edges(graph)
     if undirected:
         graph = with_undirected(graph)
-    return with_self_loops(graph, cast(SelfLoopPolicy, self_loops))
+    graph = with_self_loops(graph, cast(SelfLoopPolicy, self_loops))
+    return with_standardized_features(graph) if standardize else graph
 
 
 def graph_names() -> tuple[str, ...]:
@@ -90,27 +103,36 @@ def graph_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Option:
-    """One option: `default` None means that the builder works the value out; bounds are inclusive."""
+    """One option: `default` None means that the builder works the value out; bounds are inclusive.
 
-    kind: type[int] | type[float] | type[str]
-    default: int | float | str | None
+    kind: list is a list of texts. choices: of a text; any but the empty one if there are none.
+    """
+
+    kind: type[int] | type[float] | type[str] | type[list[str]]
+    default: int | float | str | tuple[str, ...] | None
     low: float = -np.inf
     high: float = np.inf
     choices: tuple[str, ...] = ()
 
-    def take(self, where: str, value: object) -> int | float | str:
+    def take(self, where: str, value: object) -> int | float | str | tuple[str, ...]:
         """`value` as `kind`; 1e6 is accepted for an integer, since YAML has no other short way to write it."""
+        if self.kind is list:
+            if not isinstance(value, list | tuple) or not all(isinstance(word, str) and word for word in value):
+                raise ValueError(f"{where} is {value!r}; expected a list of names, such as [age, height]")
+            return tuple(value)
         if self.kind is str:
-            if value not in self.choices:
+            if self.choices and value not in self.choices:
                 raise ValueError(f"{where} is {value!r}; choose one of {', '.join(self.choices)}")
-            return str(value)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{where} is {value!r}; expected a text")
+            return value
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise ValueError(f"{where} is {value!r}; expected a number of type {self.kind.__name__}")
         if self.kind is int and (not np.isfinite(value) or value != int(value)):
             raise ValueError(f"{where} is {value!r}; expected a whole number")
         if not self.low <= value <= self.high:
             raise ValueError(f"{where} is {value!r}; it must lie in {self.low}..{self.high}")
-        return self.kind(value)
+        return int(value) if self.kind is int else float(value)
 
 
 @dataclass(frozen=True)
@@ -118,10 +140,12 @@ class _Request:
     """What a builder is given; `options` holds every option of its graph, checked."""
 
     name: str
-    root: Path | None
     seed: int
     split: int
     options: Mapping[str, Any]
+    root: Path | None
+    nodes: Path | None
+    edges: Path | None
 
     def generator(self, purpose: str, *more: int) -> np.random.Generator:
         stream = np.random.SeedSequence([self.seed, _STREAMS.index(purpose), *more])
@@ -144,6 +168,38 @@ def _take_options(name: str, known: Mapping[str, _Option], given: Mapping[str, o
         key: option.take(f"data.options.{key}", given[key]) if given.get(key) is not None else option.default
         for key, option in known.items()
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def _table(request: _Request) -> Graph:
+    """One's own graph: a table of nodes and one of edges, see `frames.graph_of_tables`.
+
+    Options: the names of the columns `id`, `label`, `split`, `src` and `dst`; `features`, a list of the columns that
+    are (all other columns of numbers); `ignore`, a list of columns to pass over; `separator` of text files (a comma for
+    .csv, a tab for .tsv); `metric` (`accuracy`, or `roc_auc` for two classes).
+    """
+    from gtx.frames import Columns, graph_of_tables  # pandas takes a while
+    from gtx.tables import read_table
+
+    if request.nodes is None or request.edges is None:
+        raise ValueError("data.name table needs data.nodes and data.edges; give a .csv, .tsv or .parquet file each")
+    given = dict(request.options)
+    metric, separator = given.pop("metric"), given.pop("separator")
+    if separator is not None and len(separator) != 1:
+        raise ValueError(f"data.options.separator is {separator!r}; expected one character")
+    columns = Columns(**given)
+    return graph_of_tables(
+        read_table(request.nodes, text=(columns.id, columns.label, columns.split), separator=separator),
+        read_table(request.edges, text=(columns.src, columns.dst), separator=separator),
+        name=str(request.nodes),
+        columns=columns,
+        metric=metric,
+        seed=request.seed,
+        split=request.split,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +229,7 @@ def _digits(request: _Request) -> Graph:
         num_nodes,
         (pixels / 16.0).astype(np.float32),
         labels,
-        *_stratified_split(labels, request),
+        *stratified_split(labels, split_generator(request.seed, request.split)),
     )
 
 
@@ -247,7 +303,7 @@ def _sbm(request: _Request) -> Graph:
         num_nodes,
         _class_features(request, labels, num_blocks),
         labels,
-        *_stratified_split(labels, request),
+        *stratified_split(labels, split_generator(request.seed, request.split)),
         num_classes=num_blocks,
     )
 
@@ -300,7 +356,7 @@ def _rmat(request: _Request) -> Graph:
         num_nodes,
         _class_features(request, latent, num_classes),
         labels,
-        *_stratified_split(labels, request),
+        *stratified_split(labels, split_generator(request.seed, request.split)),
         num_classes=num_classes,
     )
 
@@ -378,23 +434,6 @@ def _class_features(request: _Request, classes: Int64Array, num_classes: int) ->
     features *= np.float32(noise)
     features += centroids.astype(np.float32)[classes]
     return features
-
-
-def _stratified_split(labels: Int64Array, request: _Request) -> tuple[BoolArray, BoolArray, BoolArray]:
-    """(train, val, test) bool [N]: of each class 20 / 20 / 60 %, at least one training node; no label, no split."""
-    sizes = np.bincount(labels[labels != UNLABELLED])
-    shuffled = request.generator("split", request.split).permutation(len(labels))
-    order = shuffled[np.argsort(labels[shuffled], kind="stable")]  # by class, at random within
-    order = order[np.count_nonzero(labels == UNLABELLED) :]
-    label = labels[order]
-    rank = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[label]
-    num_train = np.maximum(1, np.round(TRAIN_SHARE * sizes)).astype(np.int64)[label]
-    num_val = np.round(VAL_SHARE * sizes).astype(np.int64)[label]
-    masks = np.zeros((3, len(labels)), dtype=np.bool_)
-    masks[0, order] = rank < num_train
-    masks[1, order] = (rank >= num_train) & (rank < num_train + num_val)
-    masks[2, order] = rank >= num_train + num_val
-    return masks[0], masks[1], masks[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -478,7 +517,22 @@ _ALIASES = {
     "amazon_photo": "photo",
     "coauthor_cs": "cs",
 }
+_TEXT = _Option(str, None)
 _SOURCES: Mapping[str, _Source] = {
+    "table": _Source(
+        _table,
+        {
+            "id": dataclasses.replace(_TEXT, default="id"),
+            "label": dataclasses.replace(_TEXT, default="label"),
+            "split": dataclasses.replace(_TEXT, default="split"),
+            "src": dataclasses.replace(_TEXT, default="src"),
+            "dst": dataclasses.replace(_TEXT, default="dst"),
+            "features": _Option(list, None),
+            "ignore": _Option(list, ()),
+            "separator": _TEXT,
+            "metric": _Option(str, "accuracy", choices=("accuracy", "roc_auc")),
+        },
+    ),
     "digits": _Source(_digits, {"neighbors": _Option(int, 8, low=1, high=1796)}),
     "sbm": _Source(
         _sbm,

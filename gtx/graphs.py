@@ -1,13 +1,14 @@
-"""A graph as arrays, how to make a checked one, and two rewrites of its edges.
+"""A graph as arrays, how to make a checked one, and rewrites of its edges and features.
 
 Where graphs come from is in `datasets.py`; how they are divided is in `partition.py`. Nothing here knows torch.
 
-Legend: `N` nodes, `E` edges, `F` features.
+Legend: `N` nodes, `E` edges, `F` features, `Fe` edge features.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -21,6 +22,23 @@ BoolArray = npt.NDArray[np.bool_]
 
 UNLABELLED = -1
 _UNLABELLED_CODES = (-1, -100)  # -100 is torch's `ignore_index`; NaN is OGB's
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """What the rows and columns of a graph were called where it came from; None where they are just counted from 0.
+
+    Attributes:
+        nodes: [N], int64, or object where the ids are not all whole numbers of 64 bits.
+        classes: one per class.
+        features: one per feature.
+        edge_features: one per edge feature.
+    """
+
+    nodes: npt.NDArray[Any] | None = None
+    classes: tuple[Hashable, ...] | None = None
+    features: tuple[str, ...] | None = None
+    edge_features: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +57,8 @@ class Graph:
         train_mask, val_mask, test_mask: bool [N], disjoint.
         num_classes: classes the labels are drawn from.
         metric: what validation and test report.
+        edge_features: float32 [E, Fe] beside `indices`, or None. No model reads them yet.
+        names: ids and column names of the source, where it had any. Not part of what is computed.
     """
 
     name: str
@@ -51,6 +71,8 @@ class Graph:
     test_mask: BoolArray
     num_classes: int
     metric: Metric = "accuracy"
+    edge_features: npt.NDArray[np.float32] | None = None
+    names: Names = Names()
 
     @property
     def num_nodes(self) -> int:
@@ -69,6 +91,11 @@ class Graph:
     def in_degrees(self) -> Int64Array:
         """int64 [N]."""
         return np.diff(self.indptr)
+
+    @property
+    def node_ids(self) -> npt.NDArray[Any]:
+        """[N]: what the source called each node; `0..N-1` where it only counted them."""
+        return np.arange(self.num_nodes, dtype=np.int64) if self.names.nodes is None else self.names.nodes
 
 
 @dataclass(frozen=True)
@@ -118,6 +145,8 @@ def from_edges(
     *,
     num_classes: int | None = None,
     metric: Metric = "accuracy",
+    edge_features: npt.ArrayLike | None = None,
+    names: Names | None = None,
 ) -> Graph:
     """Check everything and sort the edges `src[e] -> dst[e]` into a `Graph`.
 
@@ -128,6 +157,8 @@ def from_edges(
         labels: [N], whole numbers; -1, -100 and NaN mean unlabelled.
         train_mask, val_mask, test_mask: bool [N]; validation and test may be empty, training may not.
         num_classes: 1 + the largest label if None.
+        edge_features: [E, Fe], cast to float32; they move with their edges.
+        names: see `Names`.
 
     Raises:
         ValueError: an endpoint outside the nodes, a feature that is not finite, a label that is no class, splits that
@@ -136,7 +167,10 @@ def from_edges(
     if num_nodes < 0:
         raise ValueError(f"graph {name!r}: num_nodes is {num_nodes}; it cannot be negative")
     source, destination = _check_edges(name, src, dst, num_nodes)
-    feature_rows = _check_features(name, features, num_nodes)
+    feature_rows = _check_features(name, "feature", "node", features, num_nodes)
+    edge_rows = None
+    if edge_features is not None:
+        edge_rows = _check_features(name, "edge feature", "edge", edge_features, len(source))
     classes = _check_labels(name, labels, num_nodes)
     train = _check_mask(name, "train", train_mask, num_nodes)
     val = _check_mask(name, "val", val_mask, num_nodes)
@@ -155,27 +189,44 @@ def from_edges(
         raise ValueError(f"graph {name!r}: metric is {metric!r}; choose one of {', '.join(get_args(Metric))}")
     if metric == "roc_auc" and num_classes != 2:
         raise ValueError(f"graph {name!r}: roc_auc is defined for 2 classes, the labels have {num_classes}")
-    indptr, indices = _csr(_edge_keys(source, destination, num_nodes), num_nodes)
-    return Graph(name, indptr, indices, feature_rows, classes, train, val, test, num_classes, metric)
+    rows = _csr(_edge_keys(source, destination, num_nodes), num_nodes, edge_rows)
+    return Graph(
+        name,
+        rows.indptr,
+        rows.indices,
+        feature_rows,
+        classes,
+        train,
+        val,
+        test,
+        num_classes,
+        metric,
+        rows.edge_features,
+        names or Names(),
+    )
 
 
 def with_undirected(graph: Graph) -> Graph:
-    """Add the reverse of every edge whose reverse is missing.
+    """Add the reverse of every edge whose reverse is missing, with the features of the first edge that it reverses.
 
     Edges that are there stay as they are, duplicates included; a missing reverse is added once, and a self loop is its
     own reverse. Applying it twice is applying it once.
     """
-    num_nodes = graph.num_nodes
     forward, reverse = _both_ways(graph)
     missing = np.setdiff1d(_distinct(reverse), _distinct(forward), assume_unique=True)
     if not len(missing):
         return graph
-    indptr, indices = _csr(np.concatenate([forward, missing]), num_nodes)
-    return dataclasses.replace(graph, indptr=indptr, indices=indices)
+    features = graph.edge_features
+    if features is not None:
+        order = np.argsort(reverse, kind="stable")
+        features = np.concatenate([features, features[order[np.searchsorted(reverse[order], missing)]]])
+    return _with_edges(graph, np.concatenate([forward, missing]), features)
 
 
 def with_self_loops(graph: Graph, policy: SelfLoopPolicy) -> Graph:
     """Self loops as `policy` says: `keep` as they are, `add` so that each node has exactly one, `remove` all.
+
+    A loop that was there keeps its edge features (the first of several), an added one has zeros.
 
     Raises:
         ValueError: for another policy.
@@ -188,11 +239,40 @@ def with_self_loops(graph: Graph, policy: SelfLoopPolicy) -> Graph:
     source, destination = edge_list(graph)
     other = source != destination
     keys = _edge_keys(source[other], destination[other], num_nodes)
+    features = None if graph.edge_features is None else graph.edge_features[other]
     if policy == "add":
-        loops = np.arange(num_nodes, dtype=np.int64)
-        keys = np.concatenate([keys, _edge_keys(loops, loops, num_nodes)])
-    indptr, indices = _csr(keys, num_nodes)
-    return dataclasses.replace(graph, indptr=indptr, indices=indices)
+        nodes = np.arange(num_nodes, dtype=np.int64)
+        keys = np.concatenate([keys, _edge_keys(nodes, nodes, num_nodes)])
+        if features is not None:
+            assert graph.edge_features is not None
+            of_loops = np.zeros((num_nodes, features.shape[1]), dtype=np.float32)
+            looped, first = np.unique(source[~other], return_index=True)
+            of_loops[looped] = graph.edge_features[~other][first]
+            features = np.concatenate([features, of_loops])
+    return _with_edges(graph, keys, features)
+
+
+def with_distinct_edges(graph: Graph) -> Graph:
+    """Keep the first of the edges that have the same source and destination, with its features."""
+    source, destination = edge_list(graph)
+    keys, first = np.unique(_edge_keys(source, destination, graph.num_nodes), return_index=True)
+    return _with_edges(graph, keys, None if graph.edge_features is None else graph.edge_features[first])
+
+
+def with_standardized_features(graph: Graph) -> Graph:
+    """Every feature minus its mean, over its standard deviation, both of the training nodes (and in float64).
+
+    A feature that is the same at all training nodes becomes 0 everywhere: training could not learn what it means.
+
+    Raises:
+        ValueError: for a value that does not fit into float32 any more.
+    """
+    seen = graph.features[graph.train_mask].astype(np.float64)
+    constant = seen.min(axis=0) == seen.max(axis=0)
+    deviation = np.where(constant, 1.0, seen.std(axis=0))
+    scaled = (graph.features - seen.mean(axis=0)) / deviation
+    rows = _check_features(graph.name, "standardized feature", "node", np.where(constant, 0.0, scaled), len(scaled))
+    return dataclasses.replace(graph, features=rows)
 
 
 def edge_list(graph: Graph) -> tuple[Int64Array, Int64Array]:
@@ -238,13 +318,32 @@ def _edge_keys(source: Int64Array, destination: Int64Array, num_nodes: int) -> I
     return destination * num_nodes + source
 
 
-def _csr(keys: Int64Array, num_nodes: int) -> tuple[Int64Array, npt.NDArray[np.int32] | Int64Array]:
-    """(indptr, indices) of edge keys in any order; ids take int32 where they fit, which halves the memory of edges."""
-    keys = np.sort(keys)
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    indptr: Int64Array
+    indices: npt.NDArray[np.int32] | Int64Array
+    edge_features: npt.NDArray[np.float32] | None
+
+
+def _csr(keys: Int64Array, num_nodes: int, edge_features: npt.NDArray[np.float32] | None) -> _Rows:
+    """Edge keys in any order as CSR; ids take int32 where they fit, which halves the memory of edges.
+
+    Duplicates stay in the order given, so that their features are where one expects them.
+    """
+    if edge_features is None:
+        keys = np.sort(keys)
+    else:
+        order = np.argsort(keys, kind="stable")
+        keys, edge_features = keys[order], edge_features[order]
     row_ends = np.arange(num_nodes + 1, dtype=np.int64) * num_nodes
     indptr = np.searchsorted(keys, row_ends).astype(np.int64)
     keys -= np.repeat(row_ends[:-1], np.diff(indptr))
-    return indptr, keys.astype(np.int32) if num_nodes <= np.iinfo(np.int32).max else keys
+    return _Rows(indptr, keys.astype(np.int32) if num_nodes <= np.iinfo(np.int32).max else keys, edge_features)
+
+
+def _with_edges(graph: Graph, keys: Int64Array, edge_features: npt.NDArray[np.float32] | None) -> Graph:
+    rows = _csr(keys, graph.num_nodes, edge_features)
+    return dataclasses.replace(graph, indptr=rows.indptr, indices=rows.indices, edge_features=rows.edge_features)
 
 
 def _both_ways(graph: Graph) -> tuple[Int64Array, Int64Array]:
@@ -287,18 +386,20 @@ def _check_edges(name: str, src: npt.ArrayLike, dst: npt.ArrayLike, num_nodes: i
     return source, destination
 
 
-def _check_features(name: str, features: npt.ArrayLike, num_nodes: int) -> npt.NDArray[np.float32]:
+def _check_features(
+    name: str, what: str, row_is: str, features: npt.ArrayLike, num_rows: int
+) -> npt.NDArray[np.float32]:
     given = np.asarray(features)
-    if given.ndim != 2 or len(given) != num_nodes:
-        raise ValueError(f"graph {name!r}: features have shape {given.shape}; expected ({num_nodes}, F)")
+    if given.ndim != 2 or len(given) != num_rows:
+        raise ValueError(f"graph {name!r}: {what}s have shape {given.shape}; expected ({num_rows}, F)")
     with np.errstate(over="ignore"):  # too large for float32 becomes inf, which the check below names
         rows = np.ascontiguousarray(given, dtype=np.float32)
     finite = np.isfinite(rows)
     if not finite.all():
         columns = np.flatnonzero(~finite.all(axis=0))
-        node = int(np.argmin(finite[:, columns[0]]))
+        row = int(np.argmin(finite[:, columns[0]]))
         raise ValueError(
-            f"graph {name!r}: feature column {columns[0]} is {given[node, columns[0]]} at node {node}, which is not a "
+            f"graph {name!r}: {what} column {columns[0]} is {given[row, columns[0]]} at {row_is} {row}, which is not a "
             f"finite float32; repair or drop column(s) {', '.join(str(c) for c in columns[:10])}"
             + (f" and {len(columns) - 10} more" if len(columns) > 10 else "")
         )

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gtx.folders import open_array, read_manifest, replace, settle, write_beside
-from gtx.graphs import Graph, Int64Array, edge_list
+from gtx.graphs import Graph, Int64Array, Names, edge_list
 
 if TYPE_CHECKING:
     from gtx.neighbor_lists import NeighborLists
@@ -43,6 +43,7 @@ _Metis = Callable[
 FORMAT = "gtx-partition"
 FORMAT_VERSION = 1
 _GRAPH_ARRAYS = ("indptr", "indices", "features", "labels", "train_mask", "val_mask", "test_mask")
+_MAYBE = ("edge_features",)  # arrays that not every graph has
 _DTYPES = {
     "indptr": ("int64",),
     "indices": ("int32", "int64"),
@@ -53,6 +54,7 @@ _DTYPES = {
     "test_mask": ("bool",),
     "starts": ("int64",),
     "original_id": ("int64",),
+    "edge_features": ("float32",),
 }
 
 
@@ -98,7 +100,8 @@ class PartitionedGraph:
         graph: in new ids. Within a row the neighbours stay in the order of their *original* ids, so that the `j`-th
             neighbour of a node is the same node whatever the partitioning.
         starts: int64 [K+1].
-        original_id: int64 [N]; node `i` here was node `original_id[i]`. Ascending within a part.
+        original_id: int64 [N]; node `i` here was node `original_id[i]`, whose own name, where the source had names, is
+            `graph.node_ids[i]`. Ascending within a part.
         facts: how it was made and how good it is.
         folder: where it is kept, so that other processes can map the same files; None if only in memory.
         lists: what a row attends to instead of its in-edges where `sampling.method` is `random_walk`.
@@ -159,11 +162,16 @@ def fingerprint(graph: Graph, method: Method, parts: int, seed: int) -> str:
     digest = hashlib.sha256()
     head = [FORMAT, FORMAT_VERSION, graph.name, graph.num_classes, graph.metric, method, implementation, parts, seed]
     digest.update(json.dumps(head).encode())
-    for name in _GRAPH_ARRAYS:
+    for name in _arrays_of(graph):
         array = np.ascontiguousarray(getattr(graph, name))
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def _arrays_of(graph: Graph) -> list[str]:
+    """The arrays that this graph has."""
+    return [*_GRAPH_ARRAYS, *(name for name in _MAYBE if getattr(graph, name) is not None)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -376,6 +384,8 @@ def _relabel(graph: Graph, assigned: Int32Array, parts: int) -> tuple[Graph, Int
     edge_from = np.arange(graph.num_edges) + np.repeat(graph.indptr[:-1][original_id] - indptr[:-1], degrees)
     relabelled = dataclasses.replace(
         graph,
+        edge_features=None if graph.edge_features is None else graph.edge_features[edge_from],
+        names=dataclasses.replace(graph.names, nodes=graph.node_ids[original_id]),
         indptr=indptr,
         indices=new_id[graph.indices[edge_from]],
         features=graph.features[original_id],
@@ -428,7 +438,7 @@ def load(folder: str | Path) -> PartitionedGraph:
     """Open what `save` wrote, arrays memory-mapped copy-on-write (torch warns of read-only ones): files never change.
 
     Checked are the manifest, every file's size and type, and that ranges and ids are consistent; edges and features are
-    not read.
+    not read. Names stay with the graph that was partitioned: `graph.node_ids` are the rows there.
 
     Raises:
         ValueError: if the folder is missing, was not written by `save`, is of another version, or is damaged.
@@ -436,13 +446,18 @@ def load(folder: str | Path) -> PartitionedGraph:
     folder = Path(folder)
     try:
         manifest = read_manifest(folder, FORMAT, FORMAT_VERSION)
-        arrays = {name: open_array(folder, name, manifest["arrays"][name], kinds) for name, kinds in _DTYPES.items()}
+        arrays = {
+            name: open_array(folder, name, manifest["arrays"][name], kinds)
+            for name, kinds in _DTYPES.items()
+            if name not in _MAYBE or name in manifest["arrays"]
+        }
         facts = _facts_from(manifest["facts"])
         graph = Graph(
             name=str(manifest["graph"]["name"]),
             num_classes=int(manifest["graph"]["num_classes"]),
             metric=manifest["graph"]["metric"],
-            **{name: arrays[name] for name in _GRAPH_ARRAYS},
+            names=Names(nodes=arrays["original_id"]),
+            **{name: arrays[name] for name in (*_GRAPH_ARRAYS, *_MAYBE) if name in arrays},
         )
         partitioned = PartitionedGraph(graph, arrays["starts"], arrays["original_id"], facts, folder)
         _check_consistent(partitioned)
@@ -466,11 +481,11 @@ def load_or_partition(
         rebuilt is logged as a warning.
     """
     wanted = fingerprint(graph, method, parts, seed)
-    label = re.sub(r"[^A-Za-z0-9._-]+", "_", graph.name).lstrip(".") or "graph"
+    label = re.sub(r"[^A-Za-z0-9._-]+", "_", graph.name)[-60:].lstrip(".") or "graph"
     folder = Path(cache_dir) / f"{label}-{method}-{parts}-{wanted[:16]}"
     found = _load_matching(folder, wanted)
     if isinstance(found, PartitionedGraph):
-        return found, True
+        return _with_names(found, graph), True
     if folder.exists():
         logger.warning("partitioning %s again: %s", graph.name, found)
     partitioned = _partition(graph, method, parts, seed, wanted)
@@ -481,9 +496,15 @@ def load_or_partition(
     )
     kept = _load_matching(folder, wanted)
     if isinstance(kept, PartitionedGraph):
-        return kept, False
+        return _with_names(kept, graph), False
     logger.warning("the partition of %s is used without being kept: %s", graph.name, kept)
     return partitioned, False
+
+
+def _with_names(partitioned: PartitionedGraph, graph: Graph) -> PartitionedGraph:
+    """Names are not kept on disk: they can be of any type, and nothing that is computed depends on them."""
+    names = dataclasses.replace(graph.names, nodes=graph.node_ids[partitioned.original_id])
+    return dataclasses.replace(partitioned, graph=dataclasses.replace(partitioned.graph, names=names))
 
 
 def _load_matching(folder: Path, wanted: str) -> PartitionedGraph | str:
@@ -500,7 +521,7 @@ def _load_matching(folder: Path, wanted: str) -> PartitionedGraph | str:
 def _write_beside(partitioned: PartitionedGraph, folder: Path) -> Path:
     """Write everything into a new folder next to `folder` and return that."""
     graph = partitioned.graph
-    arrays = {name: np.ascontiguousarray(getattr(graph, name)) for name in _GRAPH_ARRAYS}
+    arrays = {name: np.ascontiguousarray(getattr(graph, name)) for name in _arrays_of(graph)}
     arrays |= {"starts": partitioned.starts, "original_id": partitioned.original_id}
     manifest = {
         "format": FORMAT,
@@ -521,6 +542,8 @@ def _check_consistent(partitioned: PartitionedGraph) -> None:
     graph, starts, original_id = partitioned.graph, partitioned.starts, partitioned.original_id
     num_nodes = graph.num_nodes
     per_node = [original_id, *(getattr(graph, name) for name in _GRAPH_ARRAYS if name not in ("indptr", "indices"))]
+    if graph.edge_features is not None and len(graph.edge_features) != graph.num_edges:
+        raise ValueError(f"its arrays have {len(graph.edge_features)} edge features for {graph.num_edges} edges")
     if any(len(array) != num_nodes for array in per_node):
         raise ValueError(f"its arrays have {sorted({len(array) for array in per_node})} rows for {num_nodes} nodes")
     for name, ranges, total in (("indptr", graph.indptr, graph.num_edges), ("starts", starts, num_nodes)):

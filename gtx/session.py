@@ -78,8 +78,12 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
             root=data.root,
             seed=config.seed,
             split=data.split,
+            nodes=data.nodes,
+            edges=data.edges,
+            dedupe=data.dedupe,
             undirected=data.undirected,
             self_loops=data.self_loops,
+            standardize=data.standardize,
             options=data.options,
         )
         part = config.partition

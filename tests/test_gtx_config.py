@@ -188,7 +188,11 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     # Unknown keys, with those that are known there.
     ({"modle": {}}, "unknown key 'modle'; known here: batch, data, engine, model, monitor, name, partition, plan, "),
     ({1: 2}, "unknown key '1'; known here: batch, data, "),
-    ({"data": {"rot": "x"}}, "unknown key 'data.rot'; known here: name, options, root, self_loops, split, undirected"),
+    (
+        {"data": {"rot": "x"}},
+        "unknown key 'data.rot'; known here: dedupe, edges, name, nodes, options, root, self_loops, split, "
+        "standardize, undirected",
+    ),
     ({"partition": {"part": 4}}, "unknown key 'partition.part'; known here: cache, method, parts"),
     ({"model": {"depth": 4}}, "unknown key 'model.depth'; known here: backend, dropout, ffn_width, heads, "),
     ({"batch": {"size": 4}}, "unknown key 'batch.size'; known here: accumulation, kind, micro_batches, parts, seeds"),
@@ -204,7 +208,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"name": 3}, "name is 3: input should be a valid string"),
     ({"seed": 1.5}, "seed is 1.5: input should be a valid integer"),
     ({"seed": True}, "seed is True: input should be a valid integer"),
-    ({"data": 3}, "data is 3: a section of keys is wanted here, of name, options, root, "),
+    ({"data": 3}, "data is 3: a section of keys is wanted here, of dedupe, edges, name, nodes, "),
     ({"model": None}, "model is None: a section of keys is wanted here, of backend, dropout, "),
     ({"train": [100]}, "train is [100]: a section of keys is wanted here, of epochs, eval_every, steps"),
     ({"data": {"options": 3}}, "data.options is 3: input should be a valid dictionary"),
@@ -245,6 +249,13 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"engine": {"betas": [0.9, 0.9, 0.9]}}, "engine.betas is [0.9, 0.9, 0.9]: tuple should have at most 2 items"),
     ({"train": {"steps": 0}}, "train.steps is 0: input should be greater than or equal to 1"),
     # Settings that contradict each other.
+    ({"data": {"name": "table", "nodes": "n.csv"}}, "data: name table needs edges; give a .csv, .tsv or .parquet file"),
+    ({"data": {"name": "table", "edges": "e.csv"}}, "data: name table needs nodes; give a .csv, .tsv or .parquet file"),
+    ({"data": {"nodes": "n.csv"}}, "data: nodes n.csv has no effect with name digits; use name table"),
+    (
+        {"data": {"name": "table", "nodes": "n.csv", "edges": "e.csv", "root": "here"}},
+        "data: root here has no effect with name table; write it into nodes and edges",
+    ),
     ({"model": {"width": 10}}, "model: width 10 is not a multiple of heads 4; choose width 4 * k"),
     ({"model": {"name": "GPS", "width": 9, "heads": 2}}, "model: width 9 is not a multiple of heads 2; "),
     (

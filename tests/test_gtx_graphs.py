@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtx.graphs import Graph, from_edges, summarize, with_self_loops, with_undirected
+from gtx.graphs import (
+    Graph,
+    edge_list,
+    from_edges,
+    summarize,
+    with_distinct_edges,
+    with_self_loops,
+    with_standardized_features,
+    with_undirected,
+)
 
 Pair = tuple[int, int]
 
@@ -84,6 +93,46 @@ def test_self_loop_policies(case: tuple[int, list[Pair]]) -> None:
     assert pairs_of(with_self_loops(graph, "keep")) == Counter(pairs)
     assert pairs_of(with_self_loops(graph, "remove")) == others
     assert pairs_of(with_self_loops(graph, "add")) == others + Counter((i, i) for i in range(num_nodes))
+
+
+@given(edge_lists())
+def test_distinct_edges_are_those_that_were_there(case: tuple[int, list[Pair]]) -> None:
+    num_nodes, pairs = case
+    assert pairs_of(with_distinct_edges(make(num_nodes, pairs))) == Counter(set(pairs))
+
+
+@given(edge_lists())
+def test_features_move_with_their_edges(case: tuple[int, list[Pair]]) -> None:
+    """An edge says who it is: its ends and its place in the list; a new one copies the first of its reverses."""
+    num_nodes, pairs = case
+    told = np.array([[s, d, i] for i, (s, d) in enumerate(pairs)], dtype=np.float64).reshape(-1, 3)
+    graph = make(num_nodes, pairs, edge_features=told)
+
+    def known(found: Graph) -> Counter[tuple[int, ...]]:
+        assert found.edge_features is not None
+        rows = np.column_stack([*edge_list(found), found.edge_features]).astype(int)
+        return Counter(map(tuple, rows.tolist()))
+
+    first = {pair: pairs.index(pair) for pair in pairs}
+    as_given = Counter((s, d, s, d, i) for i, (s, d) in enumerate(pairs))
+    assert known(graph) == as_given
+    added = Counter((d, s, s, d, first[s, d]) for s, d in set(pairs) if (d, s) not in first)
+    assert known(with_undirected(graph)) == as_given + added
+    assert known(with_distinct_edges(graph)) == Counter((s, d, s, d, i) for (s, d), i in first.items())
+    others = Counter({row: n for row, n in as_given.items() if row[0] != row[1]})
+    assert known(with_self_loops(graph, "remove")) == others
+    loops = [(i, i, i, i, first[i, i]) if (i, i) in first else (i, i, 0, 0, 0) for i in range(num_nodes)]
+    assert known(with_self_loops(graph, "add")) == others + Counter(loops)
+
+
+def test_standardized_features_have_the_training_nodes_mean_and_deviation() -> None:
+    features = np.random.default_rng(0).normal(50, [1, 1000, 0, 1e-3], (40, 4))
+    features[5, 2] = 51  # constant but for a node that does not train
+    train_mask = np.arange(40) % 2 == 0
+    scaled = with_standardized_features(make(40, [], features=features, train_mask=train_mask)).features
+    assert scaled[train_mask].mean(axis=0) == pytest.approx([0] * 4, abs=1e-5)
+    assert scaled[train_mask].std(axis=0) == pytest.approx([1, 1, 0, 1], rel=1e-5)
+    assert not scaled[:, 2].any()
 
 
 def test_unknown_self_loop_policy_names_the_choices() -> None:
@@ -172,6 +221,7 @@ def test_splits_that_overlap_or_train_on_nothing_are_errors() -> None:
     ("changes", "message"),
     [
         ({"features": np.zeros((3, 1))}, r"features have shape \(3, 1\); expected \(2, F\)"),
+        ({"edge_features": np.zeros((1, 1))}, r"edge features have shape \(1, 1\); expected \(0, F\)"),
         ({"labels": [0]}, r"labels have shape \(1,\)"),
         ({"labels": ["a", "b"]}, "labels have dtype"),
         ({"train_mask": [1, 0]}, r"the train mask is int64 .* expected bool \(2,\)"),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import gtx.partition
 from gtx.datasets import load_graph
-from gtx.graphs import Graph, edge_list, from_edges
+from gtx.graphs import Graph, Names, edge_list, from_edges
 from gtx.partition import Method, PartitionedGraph, assign, fingerprint, load, load_or_partition, partition, save
 
 Pair = tuple[int, int]
@@ -30,12 +30,12 @@ METHODS: tuple[Method, ...] = get_args(Method)
 GRAPH_ARRAYS = ("indptr", "indices", "features", "labels", "train_mask", "val_mask", "test_mask")
 
 
-def make(num_nodes: int, pairs: list[Pair], name: str = "small") -> Graph:
+def make(num_nodes: int, pairs: list[Pair], name: str = "small", **more: Any) -> Graph:
     """A graph whose features, labels and masks say which node it is."""
     node = np.arange(num_nodes)
     src, dst = [s for s, _ in pairs], [d for _, d in pairs]
     features = node[:, None] * [1.0, -1.0]
-    return from_edges(name, src, dst, num_nodes, features, node, node % 3 == 0, node % 3 == 1, node % 3 == 2)
+    return from_edges(name, src, dst, num_nodes, features, node, node % 3 == 0, node % 3 == 1, node % 3 == 2, **more)
 
 
 def sbm(num_nodes: int = 2000, num_edges: int = 24_000, seed: int = 0, **options: object) -> Graph:
@@ -315,6 +315,26 @@ def test_a_damaged_folder_is_one_clear_error_and_is_rebuilt_by_the_cache(
     assert rebuilt.facts.fingerprint == first.facts.fingerprint
     assert_equal(load(folder), partition(blocks, "random", 3, 0))
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_edge_features_are_kept_with_their_edges_and_names_with_the_graph(tmp_path: Path) -> None:
+    pairs = [(0, 1), (3, 1), (2, 1), (2, 3), (2, 3)]
+    told = np.array([[10 * s + d, i] for i, (s, d) in enumerate(pairs)], dtype=np.float32)
+    names = Names(nodes=np.array(["a", 2, (3,), "d"], dtype=object), classes=("x", "y", "z", "w"))
+    plain, _ = load_or_partition(make(4, pairs), "random", 2, 0, tmp_path)
+    assert plain.graph.edge_features is None
+    for made_before in (False, True):
+        graph = make(4, pairs, edge_features=told, names=names)
+        divided, reused = load_or_partition(graph, "random", 2, 0, tmp_path)
+        assert reused == made_before
+        assert divided.graph.node_ids.tolist() == [names.nodes[old] for old in divided.original_id]  # type: ignore[index]
+        assert divided.graph.names.classes == names.classes
+        sources, destinations = (divided.original_id[ends] for ends in edge_list(divided.graph))
+        assert divided.graph.edge_features is not None
+        assert divided.graph.edge_features[:, 0].tolist() == (10 * sources + destinations).tolist()
+        assert sorted(divided.graph.edge_features[:, 1].tolist()) == [0, 1, 2, 3, 4]
+    assert divided.folder is not None
+    assert load(divided.folder).graph.node_ids.tolist() == divided.original_id.tolist()
 
 
 def test_the_cache_is_used_for_just_the_same_request(blocks: Graph, tmp_path: Path) -> None:
