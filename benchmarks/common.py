@@ -102,7 +102,7 @@ def train(
     ranks = [_start(command, rank, port, spaces, folder) for rank in (0, 1)]
     while any(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
-        if not happened and _steps_done(run_dir) >= event:
+        if not happened and steps_done(run_dir / "metrics.csv") >= event:
             happen()
             happened = True
         if any(rank.poll() for rank in ranks):
@@ -126,8 +126,8 @@ def _start(command: Sequence[str], rank: int, port: int, spaces: bool, folder: P
         return subprocess.Popen([*prefix, *command], env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
 
 
-def _steps_done(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.csv"
+def steps_done(metrics: Path) -> int:
+    """Steps that a `metrics.csv` has a line of."""
     return max(metrics.read_text().count("\n") - 1, 0) if metrics.exists() else 0
 
 
