@@ -38,6 +38,7 @@ class DataConfig(_Section):
     nodes, edges: the files of `table`. split: which of a set's splits. options: per graph.
     The graph is then changed in this order: dedupe: of edges with the same ends keep the first; undirected: add missing
     reverses; self_loops; standardize: features to mean 0 and deviation 1 over the training nodes.
+    order: how the nodes of a partition lie in memory (`gtx/orders.py`); ids, draws and results stay the same.
     """
 
     name: str = "digits"
@@ -49,6 +50,7 @@ class DataConfig(_Section):
     undirected: bool = True
     self_loops: Literal["keep", "add", "remove"] = "add"
     standardize: bool = False
+    order: Literal["none", "bfs", "degree", "rcm", "metis"] = "none"
     options: dict[str, Any] = {}
 
     @model_validator(mode="after")

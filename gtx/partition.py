@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from gtx.folders import open_array, read_manifest, replace, settle, write_beside
 from gtx.graphs import Graph, Int64Array, Names, edge_list
+from gtx.orders import Locality, NodeOrder, breadth_first, locality, node_order, simple_neighbors
 
 if TYPE_CHECKING:
     from gtx.neighbor_lists import NeighborLists
@@ -41,7 +42,7 @@ _Metis = Callable[
 ]  # (indptr, neighbors, parts, seed) -> part of each node
 
 FORMAT = "gtx-partition"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _GRAPH_ARRAYS = ("indptr", "indices", "features", "labels", "train_mask", "val_mask", "test_mask")
 _MAYBE = ("edge_features",)  # arrays that not every graph has
 _DTYPES = {
@@ -72,6 +73,8 @@ class PartitionFacts:
         edges: in-edges of a part's nodes.
         halo_rows: distinct sources of a part's in-edges that are in other parts.
         empty_parts: parts without nodes.
+        order: how nodes lie within a part. order_s: seconds that making the order took, a part of `seconds`.
+        locality: how near the ends of edges lie in memory. unordered: the same with `order` none.
     """
 
     method: Method
@@ -87,6 +90,10 @@ class PartitionFacts:
     edges: tuple[int, ...]
     halo_rows: tuple[int, ...]
     empty_parts: int
+    order: NodeOrder
+    order_s: float
+    locality: Locality
+    unordered: Locality
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -101,7 +108,8 @@ class PartitionedGraph:
             neighbour of a node is the same node whatever the partitioning.
         starts: int64 [K+1].
         original_id: int64 [N]; node `i` here was node `original_id[i]`, whose own name, where the source had names, is
-            `graph.node_ids[i]`. Ascending within a part.
+            `graph.node_ids[i]`. Within a part in the order of `facts.order`, ascending if
+            that is none.
         facts: how it was made and how good it is.
         folder: where it is kept, so that other processes can map the same files; None if only in memory.
         lists: what a row attends to instead of its in-edges where `sampling.method` is `random_walk`.
@@ -147,20 +155,21 @@ def assign(graph: Graph, method: Method, parts: int, seed: int) -> Int32Array:
     return _assigner(method, parts, seed).assign(graph, parts, seed)
 
 
-def partition(graph: Graph, method: Method, parts: int, seed: int) -> PartitionedGraph:
-    """Assign nodes as `assign` does and relabel the graph accordingly.
+def partition(graph: Graph, method: Method, parts: int, seed: int, order: NodeOrder = "none") -> PartitionedGraph:
+    """Assign nodes as `assign` does and relabel the graph accordingly, the nodes of a part in the order asked for.
 
     Raises:
         ValueError: as `assign`.
     """
-    return _partition(graph, method, parts, seed, fingerprint(graph, method, parts, seed))
+    return _partition(graph, method, parts, seed, order, fingerprint(graph, method, parts, seed, order))
 
 
-def fingerprint(graph: Graph, method: Method, parts: int, seed: int) -> str:
-    """sha256 over what decides a partitioning: the graph's arrays, method, parts, seed and the versions at work."""
+def fingerprint(graph: Graph, method: Method, parts: int, seed: int, order: NodeOrder = "none") -> str:
+    """sha256 over what decides a partitioning: the graph's arrays, method, parts, seed, order, the versions at work."""
     implementation = _assigner(method, parts, seed).implementation
     digest = hashlib.sha256()
-    head = [FORMAT, FORMAT_VERSION, graph.name, graph.num_classes, graph.metric, method, implementation, parts, seed]
+    head = [FORMAT, FORMAT_VERSION, graph.name, graph.num_classes, graph.metric]
+    head += [method, implementation, parts, seed, order]
     digest.update(json.dumps(head).encode())
     for name in _arrays_of(graph):
         array = np.ascontiguousarray(getattr(graph, name))
@@ -237,30 +246,7 @@ def _assign_random(graph: Graph, parts: int, seed: int) -> Int32Array:
 
 def _assign_bfs(graph: Graph, parts: int, seed: int) -> Int32Array:
     """Breadth-first within each component from a random node of it; components one after the other."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import breadth_first_order, connected_components
-
-    num_nodes = graph.num_nodes
-    indptr, neighbors = _simple_neighbors(graph)
-    # csgraph works on float64 and int32 and would copy anything else.
-    small = neighbors.astype(np.int32) if max(num_nodes, len(neighbors)) < np.iinfo(np.int32).max else neighbors
-    adjacency = csr_array((np.ones(len(small)), small, indptr.astype(small.dtype)), shape=(num_nodes, num_nodes))
-    num_components, component = connected_components(adjacency, directed=False)
-    shuffled = np.random.Generator(np.random.Philox(seed)).permutation(num_nodes)
-    _, first = np.unique(component[shuffled], return_index=True)
-    # One search from a node before all others that leads to every component's start, rather than one per component:
-    # isolated nodes are components too and can be many.
-    num_links = len(small) + num_components
-    rooted = csr_array(
-        (
-            np.ones(num_links),
-            np.concatenate([small, shuffled[first]], dtype=small.dtype, casting="same_kind"),
-            np.concatenate([indptr, [num_links]], dtype=small.dtype, casting="same_kind"),
-        ),
-        shape=(num_nodes + 1, num_nodes + 1),
-    )
-    found = breadth_first_order(rooted, num_nodes, directed=True, return_predecessors=False)[1:].astype(np.int64)
-    return _equal_runs(found[np.argsort(component[found], kind="stable")], parts)
+    return _equal_runs(breadth_first(*simple_neighbors(graph), seed), parts)
 
 
 def _assign_metis(run: _Metis, graph: Graph, parts: int, seed: int) -> Int32Array:
@@ -271,7 +257,7 @@ def _assign_metis(run: _Metis, graph: Graph, parts: int, seed: int) -> Int32Arra
     num_nodes = graph.num_nodes
     if parts == 1:
         return np.zeros(num_nodes, dtype=np.int32)
-    indptr, neighbors = _simple_neighbors(graph)
+    indptr, neighbors = simple_neighbors(graph)
     linked = np.flatnonzero(np.diff(indptr))
     assigned = np.empty(num_nodes, dtype=np.int32)
     if len(linked) <= parts:
@@ -328,32 +314,28 @@ def _python_output_dropped() -> Any:
         yield
 
 
-def _simple_neighbors(graph: Graph) -> tuple[Int64Array, Int64Array]:
-    """(indptr, neighbors) of the undirected graph without duplicates and self loops, rows ascending."""
-    num_nodes = graph.num_nodes
-    source, destination = edge_list(graph)
-    other = source != destination
-    source, destination = source[other], destination[other]
-    keys = np.concatenate([destination * num_nodes + source, source * num_nodes + destination])
-    keys.sort()
-    keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
-    row_ends = np.arange(num_nodes + 1, dtype=np.int64) * num_nodes
-    indptr = np.searchsorted(keys, row_ends).astype(np.int64)
-    return indptr, keys - np.repeat(row_ends[:-1], np.diff(indptr))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Relabelling
 
 
-def _partition(graph: Graph, method: Method, parts: int, seed: int, graph_fingerprint: str) -> PartitionedGraph:
+def _partition(
+    graph: Graph, method: Method, parts: int, seed: int, order: NodeOrder, graph_fingerprint: str
+) -> PartitionedGraph:
     begun = time.perf_counter()
     assigner = _assigner(method, parts, seed)
     assigned = assigner.assign(graph, parts, seed)
-    relabelled, starts, original_id = _relabel(graph, assigned, parts)
+    ordering = time.perf_counter()
+    nodes = node_order(
+        graph, order, seed, lambda: assigned if method == "metis" else _metis().assign(graph, parts, seed)
+    )
+    order_s = time.perf_counter() - ordering if order != "none" else 0.0
+    relabelled, starts, original_id = _relabel(graph, assigned, nodes, parts)
     rows = np.diff(starts)
     edges = np.diff(relabelled.indptr[starts])
     cut_fraction, halo_rows = _cut_and_halo(relabelled, starts)
+    near = unordered = locality(relabelled)
+    if order != "none":
+        unordered = locality(graph, np.argsort(np.argsort(assigned, kind="stable")))
     facts = PartitionFacts(
         method=method,
         implementation=assigner.implementation,
@@ -368,14 +350,21 @@ def _partition(graph: Graph, method: Method, parts: int, seed: int, graph_finger
         edges=tuple(edges.tolist()),
         halo_rows=halo_rows,
         empty_parts=int(np.count_nonzero(rows == 0)),
+        order=order,
+        order_s=order_s,
+        locality=near,
+        unordered=unordered,
     )
     return PartitionedGraph(relabelled, starts, original_id, facts)
 
 
-def _relabel(graph: Graph, assigned: Int32Array, parts: int) -> tuple[Graph, Int64Array, Int64Array]:
-    """(graph in new ids, starts, original ids). Rows move whole, so the order within a row survives."""
+def _relabel(graph: Graph, assigned: Int32Array, nodes: Int64Array, parts: int) -> tuple[Graph, Int64Array, Int64Array]:
+    """(graph in new ids, starts, original ids). Rows move whole, so the order within a row survives.
+
+    nodes: all nodes [N], in the order that those of a part shall have.
+    """
     num_nodes = graph.num_nodes
-    original_id = np.argsort(assigned, kind="stable")
+    original_id = nodes[np.argsort(assigned[nodes], kind="stable")]
     starts = np.concatenate([[0], np.cumsum(np.bincount(assigned, minlength=parts))])
     new_id = np.empty(num_nodes, dtype=graph.indices.dtype)
     new_id[original_id] = np.arange(num_nodes)
@@ -470,7 +459,7 @@ def load(folder: str | Path) -> PartitionedGraph:
 
 
 def load_or_partition(
-    graph: Graph, method: Method, parts: int, seed: int, cache_dir: str | Path
+    graph: Graph, method: Method, parts: int, seed: int, cache_dir: str | Path, order: NodeOrder = "none"
 ) -> tuple[PartitionedGraph, bool]:
     """The partitioning from `cache_dir` if it is there for just this graph, else a new one, which is kept there.
 
@@ -480,7 +469,7 @@ def load_or_partition(
         The partitioned graph, memory-mapped, and whether it was there already. Why a folder that was there had to be
         rebuilt is logged as a warning.
     """
-    wanted = fingerprint(graph, method, parts, seed)
+    wanted = fingerprint(graph, method, parts, seed, order)
     label = re.sub(r"[^A-Za-z0-9._-]+", "_", graph.name)[-60:].lstrip(".") or "graph"
     folder = Path(cache_dir) / f"{label}-{method}-{parts}-{wanted[:16]}"
     found = _load_matching(folder, wanted)
@@ -488,7 +477,7 @@ def load_or_partition(
         return _with_names(found, graph), True
     if folder.exists():
         logger.warning("partitioning %s again: %s", graph.name, found)
-    partitioned = _partition(graph, method, parts, seed, wanted)
+    partitioned = _partition(graph, method, parts, seed, order, wanted)
     settle(
         _write_beside(partitioned, folder),
         folder,
@@ -534,6 +523,7 @@ def _write_beside(partitioned: PartitionedGraph, folder: Path) -> Path:
 
 def _facts_from(stored: dict[str, Any]) -> PartitionFacts:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
+    values |= {key: Locality(**stored[key]) for key in ("locality", "unordered")}
     return PartitionFacts(**values)
 
 

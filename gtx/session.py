@@ -19,8 +19,9 @@ from gtx.config import Config
 from gtx.datasets import load_graph
 from gtx.graphs import GraphSummary, summarize
 from gtx.neighbor_lists import load_lists, load_or_walk
+from gtx.orders import BLOCK, NEAR
 from gtx.parallel.world import World, join_world, launched_ranks, leave_world
-from gtx.partition import PartitionedGraph, load, load_or_partition
+from gtx.partition import PartitionedGraph, PartitionFacts, load, load_or_partition
 from sparse_engine import resolve_backend
 
 Say = Callable[[str], None]
@@ -57,6 +58,8 @@ class Loaded:
     def facts(self) -> dict[str, Any]:
         """How the graph was cut and what was made for it, for the strategy report."""
         facts = {**self.partitioned.facts.as_dict(), "reused": self.reused}
+        for place in ("locality", "unordered"):
+            facts |= {f"{place}_{key}": value for key, value in facts.pop(place).items()}
         lists = self.partitioned.lists
         if lists is not None:
             kept = ("walks", "restart", "entries", "bytes", "seconds")
@@ -87,7 +90,7 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
             options=data.options,
         )
         part = config.partition
-        partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache)
+        partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache, data.order)
         sampling = config.sampling
         if sampling.method == "random_walk":
             longest = max(fanout or 1 for fanout in sampling.per_layer(config.model.layers))
@@ -132,8 +135,8 @@ def attention_backend(config: Config, device: torch.device, dtype: torch.dtype, 
     return backend
 
 
-def tell_graph(loaded: Loaded, say: Say) -> None:
-    """Lines on the graph, how it is cut, and the neighbour lists if there are any."""
+def tell_graph(loaded: Loaded, say: Say, *, order: bool = False) -> None:
+    """Lines on the graph, how it is cut, its order in memory if it has one or `order`, its neighbour lists if any."""
     summary, facts = loaded.summary, loaded.partitioned.facts
     kind = "directed" if summary.directed else "undirected"
     say(
@@ -146,6 +149,8 @@ def tell_graph(loaded: Loaded, say: Say) -> None:
         f"partitions: {facts.parts} by {facts.method} ({facts.implementation}), {made}; cut {facts.cut_fraction:.1%}, "
         f"balance {facts.node_balance:.2f} nodes, {facts.edge_balance:.2f} edges"
     )
+    if order or facts.order != "none":
+        say(_told_order(facts))
     lists = loaded.partitioned.lists
     if lists is not None:
         made = "reused" if lists.reused else f"made in {lists.facts.seconds:.1f} s"
@@ -153,3 +158,20 @@ def tell_graph(loaded: Loaded, say: Say) -> None:
             f"neighbour lists: at most {lists.facts.fanout} nodes each by {lists.facts.walks} walks, {made}; "
             f"{lists.facts.entries:,} entries, {lists.facts.bytes / 2**20:.1f} MiB"
         )
+
+
+def _told_order(facts: PartitionFacts) -> str:
+    """How near the ends of edges lie in memory, and what the order brought for its seconds."""
+    now, before = facts.locality, facts.unordered
+    if facts.order == "none":
+        return (
+            f"order in memory: none; edges within {NEAR:,} rows {now.near_fraction:.1%}, mean gap {now.mean_gap:,.0f} "
+            f"rows, {now.edges_per_source:.2f} edges a source of {BLOCK} rows"
+        )
+    gained = 100 * (now.near_fraction - before.near_fraction) / max(facts.order_s, 1e-9)
+    return (
+        f"order in memory: {facts.order}, made in {facts.order_s:.2f} s; edges within {NEAR:,} rows "
+        f"{before.near_fraction:.1%} -> {now.near_fraction:.1%} ({gained:+.1f} points a second), mean gap "
+        f"{before.mean_gap:,.0f} -> {now.mean_gap:,.0f} rows, {before.edges_per_source:.2f} -> "
+        f"{now.edges_per_source:.2f} edges a source of {BLOCK} rows"
+    )

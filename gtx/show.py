@@ -30,7 +30,7 @@ def show_partition(config: Config, console: Console | None = None) -> None:
     """Cut the graph as the config says (or find it cut), and print each partition."""
     console = console or Console()
     loaded = load_partitioned(config)
-    tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False))
+    tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False), order=True)
     facts = loaded.partitioned.facts
     table = Table("partition", "rows", "edges", "halo rows", "halo / rows")
     for p in range(facts.parts):
@@ -55,7 +55,7 @@ def show_plan(
     topology_file = topology_file or config.plan.topology
     topology = None if topology_file is None else read_topology(topology_file, world_size)
     loaded = load_partitioned(config)
-    tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False))
+    tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False), order=True)
     graph = loaded.partitioned
     if topology is None and not config.plan.searched:
         plan = make_plan(config, graph, world_size)

@@ -190,7 +190,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({1: 2}, "unknown key '1'; known here: batch, data, "),
     (
         {"data": {"rot": "x"}},
-        "unknown key 'data.rot'; known here: dedupe, edges, name, nodes, options, root, self_loops, split, "
+        "unknown key 'data.rot'; known here: dedupe, edges, name, nodes, options, order, root, self_loops, split, "
         "standardize, undirected",
     ),
     ({"partition": {"part": 4}}, "unknown key 'partition.part'; known here: cache, method, parts"),
