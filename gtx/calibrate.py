@@ -144,7 +144,7 @@ def _phases(config: Config, world: World, shape: ModelShape, rows: int, degree: 
     src = generator.integers(0, rows, rows * degree)
     dst = np.repeat(np.arange(rows), degree)
     everyone, nobody = np.ones(rows, dtype=bool), np.zeros(rows, dtype=bool)
-    features = generator.standard_normal((rows, shape.num_features), dtype=np.float32)
+    features = generator.standard_normal((rows, shape.num_inputs), dtype=np.float32)
     labels = np.arange(rows) % shape.num_classes
     graph = from_edges("made up", src, dst, rows, features, labels, everyone, nobody, nobody)
     cut = partition(graph, "random", 1, 0)

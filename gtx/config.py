@@ -74,6 +74,35 @@ class PartitionConfig(_Section):
     cache: Path = Path("runs/partitions")
 
 
+class EncodingsConfig(_Section):
+    """Positional encodings, added to the encoded features by a learned projection; none where all are 0 and false.
+
+    laplacian: eigenvectors of the graph's Laplacian. random_walk: steps of a walk's return probabilities; 1 is never
+    back. degree: in- and out-degrees.
+    """
+
+    laplacian: NonNegative = 0
+    random_walk: NonNegative = 0
+    degree: bool = False
+
+    @field_validator("random_walk")
+    @classmethod
+    def _one_step_never_returns(cls, steps: int) -> int:
+        if steps == 1:
+            raise ValueError("1 step never leads back: the encoding would be 0; give 2 or more, or 0 for none")
+        return steps
+
+    @property
+    def kinds(self) -> tuple[tuple[str, int], ...]:
+        """(kind, columns) of each encoding."""
+        asked = (("laplacian", self.laplacian), ("random_walk", self.random_walk), ("degree", 2 * self.degree))
+        return tuple((kind, columns) for kind, columns in asked if columns)
+
+    @property
+    def columns(self) -> int:
+        return sum(columns for _, columns in self.kinds)
+
+
 class ModelConfig(_Section):
     """width: C. ffn_width: F, twice C unless given. backend: which attention code runs."""
 
@@ -85,6 +114,7 @@ class ModelConfig(_Section):
     dropout: Probability = 0.0
     input_dropout: Probability = 0.0
     backend: Literal["auto", "reference", "torch", "cpu"] = "auto"
+    encodings: EncodingsConfig = EncodingsConfig()
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:

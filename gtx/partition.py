@@ -32,6 +32,7 @@ from gtx.orders import Locality, NodeOrder, breadth_first, locality, node_order,
 
 if TYPE_CHECKING:
     from gtx.neighbor_lists import NeighborLists
+    from gtx.node_inputs import NodeInputs
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class PartitionedGraph:
         facts: how it was made and how good it is.
         folder: where it is kept, so that other processes can map the same files; None if only in memory.
         lists: what a row attends to instead of its in-edges where `sampling.method` is `random_walk`.
+        inputs: what a model takes beside the features; rows in original ids.
     """
 
     graph: Graph
@@ -121,10 +123,18 @@ class PartitionedGraph:
     facts: PartitionFacts
     folder: Path | None = None
     lists: NeighborLists | None = None
+    inputs: NodeInputs | None = None
 
     @property
     def num_parts(self) -> int:
         return len(self.starts) - 1
+
+    def input_rows(self, nodes: Int64Array) -> npt.NDArray[np.float32]:
+        """What a model takes of these nodes, float32 `[n, columns]`: features, then `inputs`."""
+        features = np.asarray(self.graph.features)[nodes]
+        if self.inputs is None:
+            return features
+        return np.concatenate([features, self.inputs.rows(np.asarray(self.original_id)[nodes])], axis=1)
 
     @cached_property
     def part_of(self) -> Int32Array:

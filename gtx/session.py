@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from gtx.config import Config
 from gtx.datasets import load_graph
 from gtx.graphs import GraphSummary, summarize
 from gtx.neighbor_lists import load_lists, load_or_walk
+from gtx.node_inputs import load_inputs, load_or_make
 from gtx.orders import BLOCK, NEAR
 from gtx.parallel.world import World, join_world, launched_ranks, leave_world
 from gtx.partition import PartitionedGraph, PartitionFacts, load, load_or_partition
@@ -65,14 +67,18 @@ class Loaded:
             kept = ("walks", "restart", "entries", "bytes", "seconds")
             facts |= {f"lists_{key}": value for key, value in lists.facts.as_dict().items() if key in kept}
             facts["lists_reused"] = lists.reused
-        return facts
+        inputs = self.partitioned.inputs
+        return facts if inputs is None else {**facts, **inputs.report()}
 
 
-def load_partitioned(config: Config, world: World | None = None) -> Loaded:
+def load_partitioned(config: Config, world: World | None = None, *, inputs: bool = False) -> Loaded:
     """Load and partition the graph once per host; the other ranks map the files that the first one wrote.
 
+    inputs: whether what the model takes beside the features is loaded or made as well.
     Raises ValueError with one line, on every rank, if the first rank of any host fails.
     """
+
+    wanted = config.model.encodings.kinds if inputs else ()
 
     def make() -> Loaded:
         data = config.data
@@ -96,6 +102,7 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
             longest = max(fanout or 1 for fanout in sampling.per_layer(config.model.layers))
             walks = (longest, sampling.walks, sampling.restart, config.seed)
             partitioned = replace(partitioned, lists=load_or_walk(partitioned, *walks, part.cache))
+        partitioned = replace(partitioned, inputs=load_or_make(graph, wanted, part.cache))
         return Loaded(partitioned, summarize(graph), reused)
 
     if world is None or world.size == 1:
@@ -108,8 +115,7 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
             made = make()
         except (ValueError, OSError) as problem:
             error = str(problem)
-    lists = made.partitioned.lists if made else None
-    folders = (made.partitioned.folder, lists and lists.folder) if made else (None, None)
+    folders = _folders(made.partitioned) if made else None
     facts = world.gather_facts((host, local_rank, error, folders, (made.summary, made.reused) if made else None))
     for fact in facts:
         if fact[2] is not None:
@@ -117,13 +123,22 @@ def load_partitioned(config: Config, world: World | None = None) -> Loaded:
     if made is not None:
         return made
     first = next(fact for fact in facts if fact[0] == host and fact[1] == 0)
-    folder, lists_folder = first[3]
-    if folder is None or (lists_folder is None and config.sampling.method == "random_walk"):
+    if first[3] is None:
         return make()  # the first rank could not keep its files
-    partitioned = load(folder)
-    if lists_folder is not None:
+    folder, lists_folders, input_folders = first[3]
+    partitioned = replace(load(folder), inputs=load_inputs(input_folders))
+    for lists_folder in lists_folders:
         partitioned = replace(partitioned, lists=load_lists(lists_folder))
     return Loaded(partitioned, *first[4])
+
+
+def _folders(graph: PartitionedGraph) -> tuple[Path, tuple[Path, ...], tuple[Path, ...]] | None:
+    """Where a graph, its lists and its inputs are kept; None if any of them is not."""
+    lists = () if graph.lists is None else (graph.lists.folder,)
+    inputs = () if graph.inputs is None else graph.inputs.folders
+    if graph.folder is None or None in lists or None in inputs:
+        return None
+    return graph.folder, tuple(filter(None, lists)), tuple(filter(None, inputs))
 
 
 def attention_backend(config: Config, device: torch.device, dtype: torch.dtype, say: Say) -> str:
@@ -136,7 +151,7 @@ def attention_backend(config: Config, device: torch.device, dtype: torch.dtype, 
 
 
 def tell_graph(loaded: Loaded, say: Say, *, order: bool = False) -> None:
-    """Lines on the graph, how it is cut, its order in memory if it has one or `order`, its neighbour lists if any."""
+    """Lines on the graph, how it is cut, its order in memory if it has one or `order`, its lists and inputs if any."""
     summary, facts = loaded.summary, loaded.partitioned.facts
     kind = "directed" if summary.directed else "undirected"
     say(
@@ -158,6 +173,10 @@ def tell_graph(loaded: Loaded, say: Say, *, order: bool = False) -> None:
             f"neighbour lists: at most {lists.facts.fanout} nodes each by {lists.facts.walks} walks, {made}; "
             f"{lists.facts.entries:,} entries, {lists.facts.bytes / 2**20:.1f} MiB"
         )
+    for given in loaded.partitioned.inputs.kinds if loaded.partitioned.inputs else ():
+        made = "reused" if given.reused else f"made in {given.facts.seconds:.1f} s"
+        size = given.facts.bytes / 2**20
+        say(f"inputs beside the features: {given.facts.columns} columns of {given.facts.kind}, {made}; {size:.1f} MiB")
 
 
 def _told_order(facts: PartitionFacts) -> str:

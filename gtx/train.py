@@ -93,7 +93,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
         loud = say if world.rank == 0 else silent
         for line in config.without_effect():
             loud(f"note: {line}")
-        loaded = load_partitioned(config, world)
+        loaded = load_partitioned(config, world, inputs=True)
         graph = loaded.partitioned
         tell_graph(loaded, loud)
         backend = attention_backend(config, world.device, DTYPES[config.engine.precision], loud)

@@ -32,6 +32,7 @@ def model_shape(config: ModelConfig, model: GraphModel, graph: PartitionedGraph,
         num_classes=graph.graph.num_classes,
         parameters=sum(p.numel() for p in model.parameters()),
         bytes_per_element=bytes_per_element,
+        extra_inputs=config.encodings.columns,
     )
 
 

@@ -42,8 +42,8 @@ def source_flops(model: ModelShape, layer: int) -> float:
     """
     c, first = model.width, layer == 0
     if model.kind == "GCN":
-        return 2.0 * (model.num_features if first else c) * row_width(model, layer)
-    encoder = 2.0 * model.num_features * c if first else 0.0
+        return 2.0 * (model.num_inputs if first else c) * row_width(model, layer)
+    encoder = 2.0 * model.num_inputs * c if first else 0.0
     head = c / model.heads
     return encoder + {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1), "MLP": 0.0}[model.kind]
 
@@ -64,7 +64,7 @@ def row_bytes(model: ModelShape, layer: int) -> float:
     """Memory traffic per row of what is no product: norms, residuals, activations, counted from the layers' code."""
     c, f = float(model.width), float(model.ffn_width)
     elements = {"GT": 16.0 * c + 5.0 * f, "GPS": 48.0 * c + 5.0 * f, "MLP": 7.0 * c + 5.0 * f, "GCN": 6.0 * c}
-    first = float(model.num_features) if layer == 0 else 0.0
+    first = float(model.num_inputs) if layer == 0 else 0.0
     return model.bytes_per_element * (elements[model.kind] + first)
 
 
@@ -124,7 +124,7 @@ def work_of(placed: Loads, model: ModelShape) -> Work:
     returns = 0.0 if model.kind == "MLP" else 1.0
     per_edge, per_row = zip(*(edge_bytes(model, layer) for layer in layers), strict=True)
     encoder = np.zeros_like(placed.src_rows)
-    encoder[:, 0] = placed.src_rows[:, 0] * 2.0 * model.num_features * row_width(model, 0)
+    encoder[:, 0] = placed.src_rows[:, 0] * 2.0 * model.num_inputs * row_width(model, 0)
     owners = (placed.src_rows > 0).sum(axis=-1, keepdims=True) - 1.0
     return Work(
         before_flops=placed.src_rows * per_layer([source_flops(model, layer) for layer in layers]),
@@ -135,7 +135,7 @@ def work_of(placed: Loads, model: ModelShape) -> Work:
         sent=width * (sources * placed.kv + destinations * placed.q),
         returned=width * returns * placed.q.transpose(0, 1, 3, 2),
         moved=width * placed.moved,
-        fetched=b * model.num_features * placed.fetched,
+        fetched=b * model.num_inputs * placed.fetched,
         messages=placed.messages * (1.0 if sources else 0.0) + 2.0 * meetings(model) * np.maximum(owners, 0.0),
         meetings=np.where(owners > 0, float(meetings(model)), 0.0) * (placed.src_rows > 0),
     )

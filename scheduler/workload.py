@@ -25,7 +25,8 @@ ROW_WORK = 8.0  # edges that cost about as much as the row-wise work of one row;
 class ModelShape:
     """What the cost formulas need to know of the model.
 
-    kind: `GT`, `GPS`, `GCN` or `MLP`. bytes_per_element: of activations. parameters: of the whole model.
+    kind: `GT`, `GPS`, `GCN` or `MLP`. bytes_per_element: of activations. parameters: of the whole model. extra_inputs:
+    columns that a node brings beside its features, such as positional encodings.
     """
 
     kind: str
@@ -37,6 +38,12 @@ class ModelShape:
     num_classes: int
     parameters: int
     bytes_per_element: int = 4
+    extra_inputs: int = 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Columns of the rows that are fetched and encoded."""
+        return self.num_features + self.extra_inputs
 
 
 @dataclass(frozen=True, eq=False)

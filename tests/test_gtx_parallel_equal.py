@@ -32,6 +32,7 @@ from ranks import run_ranks
 
 from gtx.batches import Batch, MicroBatch
 from gtx.neighbor_lists import walk_lists
+from gtx.node_inputs import NodeInputs, make_input
 from gtx.parallel.compiler import Compiler
 from gtx.parallel.context import LayerContext, Runtime, WaveContext
 from gtx.parallel.exchange import Flight
@@ -222,6 +223,18 @@ def test_any_way_to_draw_edges_is_the_same_under_any_plan(method: str) -> None:
         settings = settings_of(kind, ("GT", "GCN", "GPS")[i % 3], sampling=sampling)
         cases.append(Case(f"{kind} {mode}", walked(), settings, plan_of(mode, walked(), 2, 3)))
     assert_equal_one_rank(2, cases)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_encodings_are_brought_with_the_features(world_size: int) -> None:
+    kinds = (("laplacian", 3), ("random_walk", 4), ("degree", 2))
+    graph = replace(awkward(), inputs=NodeInputs(tuple(make_input(awkward_graph(), *kind) for kind in kinds)))
+    cases = []
+    for i, (kind, mode) in enumerate(zip(itertools.cycle(KINDS), MODES, strict=False)):
+        settings = settings_of(kind, MODELS[(i + world_size) % 4])
+        settings["model"]["encodings"] = {"laplacian": 3, "random_walk": 4, "degree": True}
+        cases.append(Case(f"{kind} {mode}", graph, settings, plan_of(mode, graph, world_size, 3)))
+    assert_equal_one_rank(world_size, cases)
 
 
 # Awkward sizes --------------------------------------------------------------------------------------------------------
@@ -548,7 +561,7 @@ def logits_in_training(run: Rig, batch: Batch) -> list[np.ndarray]:
     found: list[np.ndarray] = []
     run.engine.model.train()
     for wave in run.compiler.compile(batch).waves:
-        x = torch.from_numpy(run.executor.features[wave.stored]).double()
+        x = torch.from_numpy(run.graph.input_rows(wave.stored)).double()
         token = torch.zeros((), dtype=torch.float64)
         out, _ = run.engine.forward(x, token, WaveContext(runtime, wave))
         found += [rows.detach().numpy() for rows in out.split(wave.layers[-1].dst_splits)]

@@ -13,7 +13,11 @@ from gtx.parallel.context import WaveContext
 
 
 class GraphModel(nn.Module):
-    """An encoder, layers and a classifier; the encoder and classifier are plain rows and, for GCN, absent."""
+    """An encoder, layers and a classifier; the encoder and classifier are plain rows and, for GCN, absent.
+
+    Positional encodings are projected and added to the encoded features, as in Dwivedi and Bresson 2021 (arXiv
+    2012.09699).
+    """
 
     def __init__(self, config: ModelConfig, num_features: int, num_classes: int):
         super().__init__()
@@ -24,6 +28,9 @@ class GraphModel(nn.Module):
         self.classifier: nn.Module = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, num_classes))
         if not family.has_ends:
             self.encoder, self.classifier = nn.Identity(), nn.Identity()
+        self.num_features, columns = num_features, config.encodings.columns
+        encoded = config.width if family.has_ends else num_features
+        self.encodings = nn.Linear(columns, encoded, bias=False) if columns else None
         self.layers = nn.ModuleList(family.layers(config, num_features, num_classes))
 
     @property
@@ -33,11 +40,15 @@ class GraphModel(nn.Module):
         return sorted(found, key=lambda norm: norm.number)
 
     def forward(self, x: Tensor, token: Tensor, wave: WaveContext) -> tuple[Tensor, Tensor]:
-        """x: features `[n, F]` of this rank's rows. token: scalar that threads through all exchanges.
+        """x: features and then encodings `[n, F + columns]` of this rank's rows. token: scalar that threads through all
+        exchanges.
 
         Returns logits `[rows after the last layer, classes]` and the token.
         """
-        x = self.encoder(wave.input.dropout(x, self.input_dropout))
+        features, encodings = x[:, : self.num_features], x[:, self.num_features :]
+        x = self.encoder(wave.input.dropout(features, self.input_dropout))
+        if self.encodings is not None:
+            x = x + self.encodings(encodings)
         for index, layer in enumerate(self.layers):
             x, token = wave.run(layer, index, x, token)
         return cast(Tensor, self.classifier(x)), token

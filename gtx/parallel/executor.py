@@ -66,19 +66,18 @@ class Executor:
         self.seed, self.num_heads, self.backend = seed, num_heads, backend
         self.channel = Channel(world, timer)
         self.labels = torch.from_numpy(np.asarray(graph.graph.labels)).to(world.device)
-        self.features = np.asarray(graph.graph.features)
         self._kept: tuple[CompiledBatch, list[Tensor]] | None = None  # inputs of a batch that every step repeats
 
     def _fetch(self, wave: CompiledWave) -> Flight:
-        """Start to bring the feature rows of a wave from where they are stored to their first owner."""
-        stored = torch.from_numpy(self.features[wave.stored]).to(self.world.device, self.engine.dtype)
-        width = (1, 1, self.features.shape[1])
+        """Start to bring the input rows of a wave from where they are stored to their first owner."""
+        stored = torch.from_numpy(self.graph.input_rows(wave.stored)).to(self.world.device, self.engine.dtype)
+        width = (1, 1, stored.shape[1])
         flight = Flight(self.channel, wave.fetch, f"fetch of wave {wave.index}", stored, width)
         flight.post_gather(stored[:, None, None, :])
         return flight
 
     def _inputs(self, batch: CompiledBatch, waves: range, *, fixed: bool) -> Callable[[int], Tensor]:
-        """A function from wave to this rank's feature rows `[n, F]`.
+        """A function from wave to this rank's input rows `[n, columns]`.
 
         All are on their way before the first wave runs: a rank that stores features would else send those of a later
         wave only when it gets there, and a pipeline's first stage would wait for its last.
