@@ -90,9 +90,9 @@ def graph_of_tables(
     Raises:
         ValueError: one line that names file, row, column and value.
     """
+    _check_columns(nodes, edges, columns)
     if not len(nodes.frame):
         raise ValueError(f"{nodes.source} has no nodes; give it a row for each node")
-    _check_columns(nodes, edges, columns)
     ids = _node_ids(nodes, columns.id)
     source, destination = (_positions(edges, column, nodes, ids) for column in (columns.src, columns.dst))
     labels, classes = _labels(nodes, columns.label)
@@ -266,12 +266,14 @@ def _labels(table: Table, column: str) -> tuple[Int64Array, tuple[Hashable, ...]
                 raise ValueError(f"{table.at(row, column)}: {_short(value)} is no label; give one word or whole number")
         words, labels[labelled] = np.unique(series[labelled].astype(str).to_numpy(dtype=object), return_inverse=True)
         return labels, tuple(words.tolist())
-    mixed = labelled & ~numeric
-    if mixed.any():
-        row = int(np.argmax(mixed))
+    if (labelled & ~numeric).any():
+        few, among = labelled & ~numeric, "numbers"
+        if few.sum() > (labelled & numeric).sum():
+            few, among = labelled & numeric, "words"
+        row = int(np.argmax(few))
         raise ValueError(
-            f"{table.at(row, column)}: the label {series[row]!r} stands among numbers; labels are all whole numbers or "
-            "all words"
+            f"{table.at(row, column)}: the label {_short(series[row])} stands among {among}; labels are all whole "
+            "numbers or all words"
         )
     with np.errstate(invalid="ignore"):
         wrong = labelled & ~(np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0))

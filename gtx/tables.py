@@ -68,11 +68,11 @@ def read_table(path: Path, *, text: Sequence[str], separator: str | None = None)
 def _read_parquet(path: Path) -> Table:
     try:
         frame = pd.read_parquet(path)
-    except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # a damaged file fails anywhere in pyarrow or pandas
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path} is no Parquet file that can be read ({reason}); write it again") from None
     if any(name is not None for name in frame.index.names):
-        frame = frame.reset_index()
+        frame = frame.reset_index(allow_duplicates=True)  # a name that comes twice is refused below
     frame.columns = _checked_names(path, [str(name) for name in frame.columns])
     return Table(without_categories(frame.reset_index(drop=True)), str(path))
 
@@ -120,13 +120,13 @@ def _records(path: Path, separator: str, strict: bool = False) -> Iterator[tuple
         before = 0
         for record in reader:
             line, before = before + 1, reader.line_num
-            if len(record) > 1 or (record and record[0].strip()):
+            if record and not (len(record) == 1 and record[0].isspace()):
                 yield line, record
 
 
 def _line_of(path: Path, separator: str, row: int) -> int:
     """The line on which a row begins: quoted cells can go over several, empty lines are no rows."""
-    return next(line for count, (line, _) in enumerate(_records(path, separator)) if count == row + 1)
+    return next((line for count, (line, _) in enumerate(_records(path, separator)) if count == row + 1), row + 2)
 
 
 def _checked_names(path: Path, names: list[str]) -> list[str]:
