@@ -65,13 +65,13 @@ def from_frames(
         ValueError: one line that names frame, row, column and value.
     """
     tables = []
-    for what, frame in (("nodes", nodes), ("edges", edges)):
+    for what, frame in (("the node table", nodes), ("the edge table", edges)):
         names = [str(column) for column in frame.columns]
         for column in names:
             if names.count(column) > 1:
-                raise ValueError(f"the {what}: column {column!r} comes twice; rename or remove one of them")
+                raise ValueError(f"{what}: column {column!r} comes twice; rename or remove one of them")
         frame = without_categories(frame.set_axis(names, axis="columns").reset_index(drop=True))
-        tables.append(Table(frame, f"the {what}"))
+        tables.append(Table(frame, what))
     return graph_of_tables(*tables, name=name, columns=columns, metric=metric, seed=seed, split=split)
 
 
@@ -126,7 +126,7 @@ def graph_of_tables(
         num_classes=len(classes),
         metric=metric,
         edge_features=edge_features if edge_names else None,
-        names=Names(_as_array(ids), classes, feature_names, edge_names or None),
+        names=Names(ids_as_array(ids), classes, feature_names, edge_names or None),
     )
 
 
@@ -237,8 +237,8 @@ def _positions(edges: Table, column: str, nodes: Table, ids: Sequence[Hashable])
     return rows
 
 
-def _as_array(ids: Sequence[Hashable]) -> npt.NDArray[Any] | None:
-    """[N], int64 if all fit; None for 0, 1, 2, ..."""
+def ids_as_array(ids: Sequence[Hashable]) -> npt.NDArray[Any] | None:
+    """[N] as in `Names.nodes`: int64 if all fit, else object; None for 0, 1, 2, ..."""
     if all(type(node) is int and -(2**63) <= node < 2**63 for node in ids):
         numbers = np.array(ids, dtype=np.int64)
         return None if np.array_equal(numbers, np.arange(len(ids))) else numbers
@@ -359,7 +359,7 @@ def _numbers(table: Table, column: str, *, may_be_text: bool) -> npt.NDArray[np.
         raise ValueError(f"{table.at(row, column)}: value {place} is {values[row, place]}; {_REPAIR}")
     row = int(np.argmax(wrong))
     value = series[row]
-    if pd.api.types.is_numeric_dtype(series) or np.isinf(values[row]):
+    if not np.isnan(values[row]):
         raise ValueError(f"{table.at(row, column)}: {value} is no finite float32; {_REPAIR}")
     given = ~(series.isna().to_numpy() | _blank(series))
     if may_be_text and given.any() and np.isnan(values).all():
@@ -392,25 +392,23 @@ def _blank(series: pd.Series) -> BoolArray:
 
 
 def _holds_vectors(series: pd.Series) -> bool:
-    return series.dtype == object and any(isinstance(value, list | tuple | np.ndarray) for value in series[:1])
+    return series.dtype == object and any(isinstance(value, list | tuple | np.ndarray) for value in series)
 
 
 def _vectors(table: Table, column: str) -> Floats:
-    rows = []
-    width: int | None = None
-    for row, value in enumerate(table.frame[column]):
+    """float64 [n, k]."""
+    series = table.frame[column]
+    width = next(len(value) for value in series if isinstance(value, list | tuple | np.ndarray))
+    rows = np.empty((len(series), width))
+    for row, value in enumerate(series):
         try:
             vector = np.asarray(value, dtype=np.float64)
         except (TypeError, ValueError):
-            vector = np.empty((0, 0))
-        width = len(vector) if width is None and vector.ndim == 1 else width
-        if vector.ndim != 1 or len(vector) != width:
-            raise ValueError(
-                f"{table.at(row, column)}: {_short(value)} is no vector of {width} numbers as in the rows before; "
-                f"{_REPAIR}"
-            )
-        rows.append(vector)
-    return np.stack(rows)
+            vector = np.empty(())
+        if vector.shape != (width,):
+            raise ValueError(f"{table.at(row, column)}: {_short(value)} is no vector of {width} numbers; {_REPAIR}")
+        rows[row] = vector
+    return rows
 
 
 def _short(value: object) -> str:

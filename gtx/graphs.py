@@ -171,7 +171,7 @@ def from_edges(
     edge_rows = None
     if edge_features is not None:
         edge_rows = _check_features(name, "edge feature", "edge", edge_features, len(source))
-    classes = _check_labels(name, labels, num_nodes)
+    classes = checked_labels(name, labels, num_nodes)
     train = _check_mask(name, "train", train_mask, num_nodes)
     val = _check_mask(name, "val", val_mask, num_nodes)
     test = _check_mask(name, "test", test_mask, num_nodes)
@@ -406,7 +406,12 @@ def _check_features(
     return rows
 
 
-def _check_labels(name: str, labels: npt.ArrayLike, num_nodes: int) -> Int64Array:
+def checked_labels(name: str, labels: npt.ArrayLike, num_nodes: int) -> Int64Array:
+    """int64 [N]: labels of any number type, -1 for those that mean none.
+
+    Raises:
+        ValueError: for another shape, or a label that is no class.
+    """
     given: npt.NDArray[Any] = np.asarray(labels)
     if given.shape != (num_nodes,):
         raise ValueError(

@@ -25,15 +25,17 @@ class Table:
         frame: rows numbered from 0; columns are distinct, non-empty strings.
         source: the file, or what else it is.
         separator: of a text file, whose rows are called by their line; None for anything else.
+        rows: what to call the rows instead of by their number.
     """
 
     frame: pd.DataFrame
     source: str
     separator: str | None = None
+    rows: Sequence[object] | None = None
 
     def at(self, row: int, column: str | None = None) -> str:
         """The place of a row, or of a cell: `nodes.csv, line 4, column 'age'`."""
-        where = f"row {row} (counted from 0)"
+        where = f"row {row} (counted from 0)" if self.rows is None else f"row {self.rows[row]!r}"
         if self.separator is not None:
             where = f"line {_line_of(Path(self.source), self.separator, row)}"
         return f"{self.source}, {where}" + ("" if column is None else f", column {column!r}")
