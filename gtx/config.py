@@ -67,9 +67,12 @@ class DataConfig(_Section):
 
 
 class PartitionConfig(_Section):
-    """parts: part of the mathematics of `cluster` batches, so never derived from the world size."""
+    """parts: part of the mathematics of `cluster` batches, so never derived from the world size.
 
-    method: Literal["metis", "random", "bfs"] = "metis"
+    method: how nodes are assigned to parts, as `gtx.partition.assign` says.
+    """
+
+    method: Literal["metis", "ldg", "bfs", "hash", "random"] = "metis"
     parts: Positive = 16
     cache: Path = Path("runs/partitions")
 

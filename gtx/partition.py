@@ -29,6 +29,7 @@ import numpy.typing as npt
 from gtx.folders import open_array, read_manifest, replace, settle, write_beside
 from gtx.graphs import Graph, Int64Array, Names, edge_list
 from gtx.orders import Locality, NodeOrder, breadth_first, locality, node_order, simple_neighbors
+from gtx.streaming import by_hash, linear_deterministic_greedy
 
 if TYPE_CHECKING:
     from gtx.neighbor_lists import NeighborLists
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["metis", "random", "bfs"]
+Method = Literal["metis", "ldg", "bfs", "hash", "random"]
 Int32Array = npt.NDArray[np.int32]
 _Metis = Callable[
     [Int64Array, Int64Array, int, int], Int64Array
@@ -153,8 +154,9 @@ def assign(graph: Graph, method: Method, parts: int, seed: int) -> Int32Array:
     """The part of each node.
 
     `metis` keeps neighbours together and the numbers of nodes near equal, `bfs` cuts a breadth-first order of the nodes
-    into equal runs, `random` is the baseline of equal runs in random order. Edges are taken without direction,
-    multiplicity or self loops. With more parts than nodes some parts are empty.
+    into equal runs, `random` is the baseline of equal runs in random order. `ldg` gives each node in turn to the part
+    with most of its neighbours and room left, `hash` to one by its id alone (see `streaming.py`). Edges are taken
+    without direction, multiplicity or self loops. With more parts than nodes some parts are empty.
 
     Returns:
         int32 [N] in `0..parts-1`.
@@ -214,6 +216,10 @@ def _assigner(method: str, parts: int, seed: int) -> _Assigner:
         import scipy
 
         return _Assigner(f"scipy {scipy.__version__}", _assign_bfs)
+    if method == "ldg":
+        return _Assigner("gtx 1", _assign_ldg)
+    if method == "hash":
+        return _Assigner("gtx 1", lambda graph, parts, seed: by_hash(graph.num_nodes, parts, seed))
     if method == "metis":
         return _metis()
     raise ValueError(f"partition method is {method!r}; choose one of {', '.join(get_args(Method))}")
@@ -239,7 +245,7 @@ def _metis() -> _Assigner:
         return _Assigner(f"dgl {dgl.__version__}", partial(_assign_metis, _run_dgl(dgl)))
     raise ValueError(
         f"partition method metis needs METIS, and neither library with it can be imported ({'; '.join(failures)}); "
-        "(1) pip install pymetis, or (2) set the method to bfs or random"
+        "(1) pip install pymetis, or (2) set the method to ldg or bfs"
     )
 
 
@@ -257,6 +263,11 @@ def _assign_random(graph: Graph, parts: int, seed: int) -> Int32Array:
 def _assign_bfs(graph: Graph, parts: int, seed: int) -> Int32Array:
     """Breadth-first within each component from a random node of it; components one after the other."""
     return _equal_runs(breadth_first(*simple_neighbors(graph), seed), parts)
+
+
+def _assign_ldg(graph: Graph, parts: int, seed: int) -> Int32Array:
+    indptr, neighbors = simple_neighbors(graph)
+    return linear_deterministic_greedy(indptr, neighbors, breadth_first(indptr, neighbors, seed), parts)
 
 
 def _assign_metis(run: _Metis, graph: Graph, parts: int, seed: int) -> Int32Array:
