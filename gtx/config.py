@@ -109,7 +109,7 @@ class EncodingsConfig(_Section):
 class ModelConfig(_Section):
     """width: C. ffn_width: F, twice C unless given. backend: which attention code runs."""
 
-    name: Literal["GT", "GPS", "GCN", "MLP"] = "GT"
+    name: Literal["GT", "GPS", "GCN", "SAGE", "MLP"] = "GT"
     width: Positive = 64
     heads: Positive = 4
     layers: Positive = 3

@@ -45,27 +45,31 @@ def source_flops(model: ModelShape, layer: int) -> float:
         return 2.0 * (model.num_inputs if first else c) * row_width(model, layer)
     encoder = 2.0 * model.num_inputs * c if first else 0.0
     head = c / model.heads
-    return encoder + {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1), "MLP": 0.0}[model.kind]
+    return encoder + {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1)}.get(model.kind, 0.0)
 
 
 def destination_flops(model: ModelShape, layer: int) -> float:
-    """FLOPs per row after a layer: Q and output `4 C^2`, FFN `4 C F`; the last layer's classifier, `2 C classes`."""
+    """FLOPs per row after a layer: Q and output `4 C^2`, FFN `4 C F`; the last layer's classifier, `2 C classes`.
+
+    SAGE's FFN takes `2 C` columns.
+    """
     c = model.width
     if model.kind == "GCN":
         return 0.0
     classifier = 2.0 * c * model.num_classes if layer == model.layers - 1 else 0.0
-    ffn = 4.0 * c * model.ffn_width
+    ffn = (6.0 if model.kind == "SAGE" else 4.0) * c * model.ffn_width
     head = c / model.heads
-    mixing = {"GT": 4.0 * c * c, "GPS": 8.0 * c * c + 2.0 * c * (head + 1), "MLP": 0.0}[model.kind]
+    mixing = {"GT": 4.0 * c * c, "GPS": 8.0 * c * c + 2.0 * c * (head + 1)}.get(model.kind, 0.0)
     return classifier + ffn + mixing
 
 
 def row_bytes(model: ModelShape, layer: int) -> float:
     """Memory traffic per row of what is no product: norms, residuals, activations, counted from the layers' code."""
     c, f = float(model.width), float(model.ffn_width)
-    elements = {"GT": 16.0 * c + 5.0 * f, "GPS": 48.0 * c + 5.0 * f, "MLP": 7.0 * c + 5.0 * f, "GCN": 6.0 * c}
+    residual = {"GT": 16.0, "GPS": 48.0, "SAGE": 12.0, "MLP": 7.0}  # layers with an FFN
+    elements = 6.0 * c if model.kind == "GCN" else residual[model.kind] * c + 5.0 * f
     first = float(model.num_inputs) if layer == 0 else 0.0
-    return model.bytes_per_element * (elements[model.kind] + first)
+    return model.bytes_per_element * (elements + first)
 
 
 def edge_bytes(model: ModelShape, layer: int) -> tuple[float, float]:
@@ -74,13 +78,13 @@ def edge_bytes(model: ModelShape, layer: int) -> tuple[float, float]:
     One gathered row per edge, not two, where there is no attention; per head and edge three values of a softmax.
     """
     b, c = model.bytes_per_element, float(row_width(model, layer))
-    per_edge = {"GT": 2.0 * b * c + 3.0 * b * model.heads + 4.0, "GPS": b * c + 4.0, "GCN": b * c + 4.0, "MLP": 0.0}
-    return per_edge[model.kind], 0.0 if model.kind == "MLP" else 2.0 * b * c
+    per_edge = {"GT": 2.0 * b * c + 3.0 * b * model.heads + 4.0, "MLP": 0.0}.get(model.kind, b * c + 4.0)
+    return per_edge, 0.0 if model.kind == "MLP" else 2.0 * b * c
 
 
 def tensors_sent(model: ModelShape) -> tuple[float, float]:
     """Tensors that travel with a source row (K and V) and with a destination row there (Q); one comes back (O)."""
-    return {"GT": (2.0, 1.0), "GPS": (1.0, 0.0), "GCN": (1.0, 0.0), "MLP": (0.0, 0.0)}[model.kind]
+    return {"GT": (2.0, 1.0), "MLP": (0.0, 0.0)}.get(model.kind, (1.0, 0.0))
 
 
 def meetings(model: ModelShape) -> int:

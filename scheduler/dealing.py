@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost import work_of
+from scheduler.cost import tensors_sent, work_of
 from scheduler.placing import Loads, place
 from scheduler.plan import Placement, Plan, deal
 from scheduler.topology import Topology
@@ -136,7 +136,7 @@ class Traffic:
         self, workload: Workload, topology: Topology, groups: Sequence[tuple[int, ...]], without: Collection[str]
     ):
         model = workload.model
-        sources = {"GT": 2.0, "GPS": 1.0, "GCN": 1.0, "MLP": 0.0}[model.kind]
+        sources, _ = tensors_sent(model)
         link = topology.slowest_link
         packing = 2.0 / float(topology.rates.packed_bytes_per_s.min())
         row_s = 2.0 * sources * model.width * model.bytes_per_element * (1.0 / link.bytes_per_s + packing)

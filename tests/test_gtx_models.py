@@ -31,7 +31,7 @@ from sparse_engine import Method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODELS = ("GT", "GPS", "GCN", "MLP")
+MODELS = ("GT", "GPS", "GCN", "SAGE", "MLP")
 SGD = {"optimizer": "sgd", "lr": 0.1}  # Adam would blow up the rounding of gradients that are zero
 
 
@@ -402,6 +402,20 @@ def test_the_gradient_is_the_slope_of_the_loss(model: str) -> None:
     assert slope == pytest.approx(float(torch.from_numpy(gradient) @ direction), rel=1e-6)
 
 
+def test_sage_is_its_formula() -> None:
+    """`x + FFN([norm(x), mean over in-neighbours])`; a row without in-edges has mean 0."""
+    cut = partitioned(awkward_graph())
+    run = one_rank(cut, settings_of("SAGE"))
+    model = run.engine.model
+    x = model.encoder(torch.from_numpy(np.array(cut.graph.features)).double())
+    mean = dense(cut.graph) / torch.from_numpy(cut.in_degrees).clamp(min=1)[:, None]
+    for layer in model.layers:
+        normed = layer.norm(x)
+        both = torch.cat([normed, mean @ normed], dim=1)
+        x = x + layer.ffn.contract(nn.functional.gelu(layer.ffn.expand(both)))
+    close(eval_outputs(run), model.classifier(x).detach())
+
+
 # What a plan cannot change --------------------------------------------------------------------------------------------
 
 
@@ -432,6 +446,7 @@ def test_numbers_of_parameters() -> None:
         "GT": ends + 2 * (2 * norm + attention + ffn),
         "GPS": ends + 2 * (2 * linear(C, C) + attention + 3 * norm + ffn),
         "GCN": linear(F_, C) + linear(C, classes),
+        "SAGE": ends + 2 * (norm + linear(2 * C, 2 * C) + linear(2 * C, C)),
         "MLP": ends + 2 * (norm + ffn),
     }
     for name, count in wanted.items():

@@ -225,6 +225,21 @@ def test_any_way_to_draw_edges_is_the_same_under_any_plan(method: str) -> None:
     assert_equal_one_rank(2, cases)
 
 
+@pytest.mark.parametrize("model", ["SAGE"])
+def test_a_model_outside_the_sweep_is_the_same_under_any_plan(model: str) -> None:
+    """The rest of the registry: every kind of batch under every mode, on three ranks and three heads."""
+    cases = [
+        Case(
+            f"{kind} {mode}",
+            awkward(),
+            settings_of(kind, model),
+            plan_of(mode, awkward(), 3, 3, checkpointing=CHECKPOINTING[i % 3]),
+        )
+        for i, (kind, mode) in enumerate(itertools.product(KINDS, MODES))
+    ]
+    assert_equal_one_rank(3, cases)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_encodings_are_brought_with_the_features(world_size: int) -> None:
     kinds = (("laplacian", 3), ("random_walk", 4), ("degree", 2))

@@ -16,11 +16,11 @@ from gtx.parallel.context import LayerContext
 
 
 class FeedForward(nn.Module):
-    """`C -> F -> C` with GELU and dropout, row-wise."""
+    """`C -> F -> C` with GELU and dropout, row-wise. inputs: columns that come in, if they are not C."""
 
-    def __init__(self, width: int, hidden: int, dropout: float):
+    def __init__(self, width: int, hidden: int, dropout: float, inputs: int | None = None):
         super().__init__()
-        self.expand = nn.Linear(width, hidden)
+        self.expand = nn.Linear(inputs or width, hidden)
         self.contract = nn.Linear(hidden, width)
         self.dropout = dropout
 
