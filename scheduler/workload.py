@@ -25,7 +25,8 @@ ROW_WORK = 8.0  # edges that cost about as much as the row-wise work of one row;
 class ModelShape:
     """What the cost formulas need to know of the model.
 
-    kind: the model's name. bytes_per_element: of activations. parameters: of the whole model. extra_inputs: columns that a node brings beside its features, such as positional encodings.
+    kind: the model's name. bytes_per_element: of activations. parameters: of the whole model. extra_inputs: columns
+    that a node brings beside its features, such as positional encodings.
     """
 
     kind: str
