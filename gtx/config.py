@@ -109,7 +109,7 @@ class EncodingsConfig(_Section):
 class ModelConfig(_Section):
     """width: C. ffn_width: F, twice C unless given. backend: which attention code runs."""
 
-    name: Literal["GT", "GPS", "GCN", "SAGE", "MLP"] = "GT"
+    name: Literal["GT", "GPS", "GCN", "SAGE", "GAT", "MLP"] = "GT"
     width: Positive = 64
     heads: Positive = 4
     layers: Positive = 3
@@ -121,7 +121,7 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
-        if self.width % self.heads and self.name in ("GT", "GPS"):
+        if self.width % self.heads and self.name in ("GT", "GPS", "GAT"):
             raise ValueError(
                 f"width {self.width} is not a multiple of heads {self.heads}; choose width {self.heads} * k"
             )

@@ -45,7 +45,9 @@ def source_flops(model: ModelShape, layer: int) -> float:
         return 2.0 * (model.num_inputs if first else c) * row_width(model, layer)
     encoder = 2.0 * model.num_inputs * c if first else 0.0
     head = c / model.heads
-    return encoder + {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1)}.get(model.kind, 0.0)
+    return encoder + {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1), "GAT": 2.0 * c * c}.get(
+        model.kind, 0.0
+    )
 
 
 def destination_flops(model: ModelShape, layer: int) -> float:
@@ -66,7 +68,7 @@ def destination_flops(model: ModelShape, layer: int) -> float:
 def row_bytes(model: ModelShape, layer: int) -> float:
     """Memory traffic per row of what is no product: norms, residuals, activations, counted from the layers' code."""
     c, f = float(model.width), float(model.ffn_width)
-    residual = {"GT": 16.0, "GPS": 48.0, "SAGE": 12.0, "MLP": 7.0}  # layers with an FFN
+    residual = {"GT": 16.0, "GPS": 48.0, "SAGE": 12.0, "GAT": 12.0, "MLP": 7.0}  # layers with an FFN
     elements = 6.0 * c if model.kind == "GCN" else residual[model.kind] * c + 5.0 * f
     first = float(model.num_inputs) if layer == 0 else 0.0
     return model.bytes_per_element * (elements + first)
@@ -75,10 +77,12 @@ def row_bytes(model: ModelShape, layer: int) -> float:
 def edge_bytes(model: ModelShape, layer: int) -> tuple[float, float]:
     """Memory traffic of edge-wise work per edge and per row after the layer: `b 2 C + 4` and `b 2 C` in attention.
 
-    One gathered row per edge, not two, where there is no attention; per head and edge three values of a softmax.
+    One gathered row per edge, not two, where there is no attention; per head and edge three values of a softmax, and
+    as many of the scores of GAT.
     """
     b, c = model.bytes_per_element, float(row_width(model, layer))
-    per_edge = {"GT": 2.0 * b * c + 3.0 * b * model.heads + 4.0, "MLP": 0.0}.get(model.kind, b * c + 4.0)
+    softmax, plain = 3.0 * b * model.heads, b * c + 4.0
+    per_edge = {"GT": b * c + plain + softmax, "GAT": plain + 2.0 * softmax, "MLP": 0.0}.get(model.kind, plain)
     return per_edge, 0.0 if model.kind == "MLP" else 2.0 * b * c
 
 

@@ -231,7 +231,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"model": {"heads": 0}}, "model.heads is 0: input should be greater than or equal to 1"),
     ({"model": {"dropout": 1.0}}, "model.dropout is 1.0: input should be less than 1"),
     ({"model": {"dropout": -0.1}}, "model.dropout is -0.1: input should be greater than or equal to 0"),
-    ({"model": {"name": "GAT"}}, "model.name is 'GAT': input should be 'GT', 'GPS', 'GCN', 'SAGE' or 'MLP'"),
+    ({"model": {"name": "GIN"}}, "model.name is 'GIN': input should be 'GT', 'GPS', 'GCN', 'SAGE', 'GAT' or 'MLP'"),
     ({"batch": {"kind": "fulll"}}, "batch.kind is 'fulll': input should be 'full', 'cluster' or 'neighbor'"),
     ({"sampling": {"fanout": 0}}, "sampling.fanout: 0 is neither a whole number of at least 1, nor null, "),
     ({"sampling": {"fanout": [3, 0, 2]}}, "sampling.fanout: [3, 0, 2] is neither a whole number of at least 1, "),

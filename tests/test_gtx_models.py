@@ -31,7 +31,7 @@ from sparse_engine import Method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODELS = ("GT", "GPS", "GCN", "SAGE", "MLP")
+MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP")
 SGD = {"optimizer": "sgd", "lr": 0.1}  # Adam would blow up the rounding of gradients that are zero
 
 
@@ -416,6 +416,22 @@ def test_sage_is_its_formula() -> None:
     close(eval_outputs(run), model.classifier(x).detach())
 
 
+def test_gat_is_its_formula() -> None:
+    """Softmax of `leaky_relu(u_j + w_i)` over in-edges, repeated ones too; a row without in-edges attends to nothing."""
+    cut = partitioned(awkward_graph())
+    run = one_rank(cut, settings_of("GAT"))
+    model, A = run.engine.model, dense(cut.graph)
+    x = model.encoder(torch.from_numpy(np.array(cut.graph.features)).double())
+    for layer in model.layers:
+        values = layer.values(layer.norm(x))
+        logits = layer.source_score(values)[None] + layer.own_score(values)[:, None]  # [N, N, H], to i from j
+        weights = A[..., None] * nn.functional.leaky_relu(logits, 0.2).exp()
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-300)
+        attended = torch.einsum("ijh,jhd->ihd", weights, values.view(len(x), layer.heads, -1)).flatten(1)
+        x = x + layer.ffn.contract(nn.functional.gelu(layer.ffn.expand(attended)))
+    close(eval_outputs(run), model.classifier(x).detach())
+
+
 # What a plan cannot change --------------------------------------------------------------------------------------------
 
 
@@ -447,6 +463,7 @@ def test_numbers_of_parameters() -> None:
         "GPS": ends + 2 * (2 * linear(C, C) + attention + 3 * norm + ffn),
         "GCN": linear(F_, C) + linear(C, classes),
         "SAGE": ends + 2 * (norm + linear(2 * C, 2 * C) + linear(2 * C, C)),
+        "GAT": ends + 2 * (norm + linear(C, C) + linear(C, 3) + 3 * C + ffn),
         "MLP": ends + 2 * (norm + ffn),
     }
     for name, count in wanted.items():

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gtx.models import gcn, gps, gt, mlp, sage
+from gtx.models import gat, gcn, gps, gt, mlp, sage
 from gtx.models.family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"GT": gt.FAMILY, "GPS": gps.FAMILY, "GCN": gcn.FAMILY, "SAGE": sage.FAMILY, "MLP": mlp.FAMILY}
+    {"GT": gt.FAMILY, "GPS": gps.FAMILY, "GCN": gcn.FAMILY, "SAGE": sage.FAMILY, "GAT": gat.FAMILY, "MLP": mlp.FAMILY}
 )

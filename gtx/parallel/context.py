@@ -171,6 +171,30 @@ class LayerContext:
 
         return self.edgewise(attend, q.unsqueeze(1), kv)
 
+    def additive_attention(self, own: Tensor, sources: Tensor, values: Tensor, *, slope: float = 0.2) -> Tensor:
+        """Attention over in-edges with the logits `leaky_relu(own[i] + sources[j])`, as in GAT.
+
+        own: `[n_dst, H]`. sources: `[n_src, H]`. values: `[n_src, H, d]`. Drawn edges are corrected for as in
+        `attention`. The fused attention runs with queries of 0 and the logits as its bias: no `[E, H, d]` is made, at
+        the price of a product per edge that adds nothing. Returns `[n_dst, H, d]`.
+        """
+        backend, head_dim = self._runtime.backend, values.shape[2]
+
+        def attend(edges: EdgeSlot, query: Tensor | None, source: Tensor) -> Tensor:
+            assert query is not None
+            pattern, packed = edges.pattern, source[:, 0]  # [cols, h, d + 1]
+            v, score = packed[..., :head_dim], packed[..., head_dim]
+            logits = query[:, 0, :, 0].index_select(0, pattern.row_index) + score.index_select(0, pattern.indices)
+            bias = F.leaky_relu(logits, slope)  # [E, h]
+            if edges.edge_inclusion is not None:
+                bias = bias - edges.edge_inclusion.log().to(bias.dtype)[:, None]
+            return sparse_attention(
+                v.new_zeros(pattern.num_rows, *v.shape[1:]), v, v, pattern, edge_bias=bias, backend=backend
+            )
+
+        packed = torch.cat([values, sources[..., None]], dim=2).unsqueeze(1)
+        return self.edgewise(attend, own[:, None, :, None], packed, out_dim=head_dim)
+
     def aggregate(self, x: Tensor, reduce: str = "mean") -> Tensor:
         """Sum or mean of `x [n_src, C]` over the in-edges of each destination, `[n_dst, C]`.
 
