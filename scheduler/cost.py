@@ -45,9 +45,8 @@ def source_flops(model: ModelShape, layer: int) -> float:
         return 2.0 * (model.num_inputs if first else c) * row_width(model, layer)
     encoder = 2.0 * model.num_inputs * c if first else 0.0
     head = c / model.heads
-    return encoder + {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1), "GAT": 2.0 * c * c}.get(
-        model.kind, 0.0
-    )
+    projections = {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1), "GAT": 2.0 * c * c}
+    return encoder + projections.get(model.kind, 0.0)
 
 
 def destination_flops(model: ModelShape, layer: int) -> float:

@@ -417,7 +417,7 @@ def test_sage_is_its_formula() -> None:
 
 
 def test_gat_is_its_formula() -> None:
-    """Softmax of `leaky_relu(u_j + w_i)` over in-edges, repeated ones too; a row without in-edges attends to nothing."""
+    """Softmax of `leaky_relu(u_j + w_i)` over in-edges, repeated ones too; a row without any attends to nothing."""
     cut = partitioned(awkward_graph())
     run = one_rank(cut, settings_of("GAT"))
     model, A = run.engine.model, dense(cut.graph)
