@@ -28,7 +28,7 @@ class GATLayer(nn.Module):
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         values = self.values(self.norm(x))
         own = self.own_score(context.destinations(values))  # [n_dst, H]
-        attended = context.additive_attention(own, self.source_score(values), values.view(len(x), self.heads, -1))
+        attended = context.additive_attention(own, self.source_score(values), values.unflatten(1, (self.heads, -1)))
         return context.destinations(x) + self.ffn(attended.flatten(1), context)
 
 
