@@ -1,7 +1,7 @@
 """Parses the command line and dispatches, nothing else. It is launched, by python, deepspeed or torchrun.
 
-The work is in `gtx/`, a file a command: `train.py`, `show.py`, `calibrate.py`, `simulate.py`, `ablate.py` (which alone
-starts ranks itself), `report.py`, `page.py`, `compare.py` and `replay.py`.
+The work is in `gtx/`, a file a command: `train.py`, `predict.py`, `show.py`, `calibrate.py`, `simulate.py`, `ablate.py`
+(which alone starts ranks itself), `report.py`, `page.py`, `compare.py` and `replay.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(
         dest="command",
         required=True,
-        metavar="train | partition | plan | calibrate | simulate | ablate | report | replay",
+        metavar="train | predict | partition | plan | calibrate | simulate | ablate | report | replay",
     )
     with_config = argparse.ArgumentParser(add_help=False)
     with_config.add_argument("config", type=Path, help="a YAML file, see configs/")
     with_config.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
     train = commands.add_parser("train", parents=[with_config], help="train, evaluate, and write a run folder")
     train.add_argument("--run-dir", type=Path, help="the run folder; default runs/<name>-<date>-<time>")
+    train.add_argument(
+        "--resume", type=Path, metavar="DIR", help="go on from a run folder's latest checkpoint, or from a file"
+    )
+    predict = commands.add_parser("predict", help="write what a run's model says of every node as Parquet")
+    predict.add_argument("run_dir", type=Path)
+    predict.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the run's")
+    predict.add_argument("--checkpoint", choices=("best", "latest"), default="best", help="which one; default best")
+    predict.add_argument("--out", type=Path, help="the file to write; default predictions.parquet in the run folder")
     commands.add_parser("partition", parents=[with_config], help="cut the graph and keep the partition")
     plan = commands.add_parser("plan", parents=[with_config], help="show the plan a run would have; train nothing")
     plan.add_argument("--world-size", type=int, default=2, help="ranks to plan for; default 2")
@@ -123,6 +131,11 @@ def main(arguments: Sequence[str]) -> int:
 
             replay_run(options.run_dir, options.overrides)
             return 0
+        if options.command == "predict":
+            from gtx.predict import run_predict
+
+            run_predict(options.run_dir, options.overrides, options.checkpoint, options.out)
+            return 0
         if options.command == "ablate":
             from gtx.ablate import run_ablation
 
@@ -144,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.command == "train":
             from gtx.train import run_training
 
-            run_training(config, options.run_dir, shlex.join(["launch.py", *arguments]))
+            run_training(config, options.run_dir, shlex.join(["launch.py", *arguments]), options.resume)
         elif options.command == "calibrate":
             from gtx.calibrate import run_calibration
 

@@ -35,9 +35,9 @@ from scheduler.workload import ModelShape, Workload
 class Pilot:
     """Keeps the plan it was given. What a run asks after every step; `Scheduled` changes its mind."""
 
-    def __init__(self, plan: Plan, setting: str):
-        self.plan, self.setting = plan, setting
-        self.history: list[tuple[int, Plan]] = [(0, plan)]
+    def __init__(self, plan: Plan, setting: str, first_step: int = 0):
+        self.plan, self.setting, self.first_step = plan, setting, first_step
+        self.history: list[tuple[int, Plan]] = [(first_step, plan)]
         self.spent_s = {"monitor": 0.0, "controller": 0.0, "start": 0.0}
 
     def after_step(self, step: int, records: Sequence[StepRecord], steps_left: int) -> Plan | None:
@@ -92,8 +92,11 @@ class Scheduled(Pilot):
         shape: ModelShape,
         num_steps: int,
         say: Say,
+        first_step: int = 0,
     ):
-        """Raises ValueError on every rank, with remedies, if no plan fits. A collective.
+        """num_steps: that are left from `first_step` on.
+
+        Raises ValueError on every rank, with remedies, if no plan fits. A collective.
 
         A plan file is where an adaptive run starts: nothing is tried, and its first window gives the rates.
         """
@@ -125,7 +128,7 @@ class Scheduled(Pilot):
         self.config, queue = answer  # with the engine that was picked
         self.engine = engine_of(self.config)
         self._queue = [from_dict(data) for data in queue]
-        super().__init__(self._queue[0], config.plan.mode)
+        super().__init__(self._queue[0], config.plan.mode, first_step)
         tries = config.scheduler.probe_steps > 0 and self._long_enough(num_steps) and config.plan.file is None
         self._probing = len(self._queue) > 1 or tries
         self._extra = True  # one plan more may be tried once rates are fitted
@@ -182,7 +185,7 @@ class Scheduled(Pilot):
             return None
         if self._fresh:
             self._fresh = False
-            if step == 0:
+            if step == self.first_step:
                 self._compile_s = max(record.phases.get("compiling", 0.0) for record in records)
             return None
         self._steps.append(records)

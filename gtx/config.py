@@ -302,17 +302,27 @@ class EngineConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """steps or epochs (one of them). eval_every: steps between evaluations, 0 for one at the end only."""
+    """steps or epochs (one of them). eval_every: steps between evaluations, 0 for one at the end only.
+
+    checkpoint_every: steps between checkpoints beside those that every evaluation leaves; 0 for those only.
+    patience: evaluations without a better validation score after which training ends; 0 for never.
+    """
 
     steps: Positive | None = None
     epochs: Positive | None = None
     eval_every: NonNegative = 0
+    checkpoint_every: NonNegative = 0
+    patience: NonNegative = 0
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             given = "neither is given" if self.steps is None else f"steps is {self.steps} and epochs is {self.epochs}"
             raise ValueError(f"{given}; give one of steps and epochs, and leave the other out or null")
+        if self.patience and not self.eval_every:
+            raise ValueError(
+                f"patience is {self.patience} and eval_every 0: the only evaluation is at the end; set eval_every"
+            )
         return self
 
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ import torch.utils.cpp_extension
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from gtx.checkpoint import EngineState
 from gtx.config import EngineConfig
+from gtx.engine_state import buffers_of, check_names, count_from, counted_steps, fill, fill_buffers, moment_kinds
 from gtx.models import GraphModel
 from gtx.parallel.context import WaveContext
 from gtx.parallel.world import World
@@ -103,6 +105,27 @@ class TorchEngine:
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def state(self) -> EngineState:
+        """Weights, statistics and moments. The same on every rank."""
+        kinds, kept = moment_kinds(self.config), self.optimizer.state
+        named = dict(self.model.named_parameters())
+        moments = {
+            kind: {name: kept[p].get(kind, torch.zeros_like(p)).detach().cpu().clone() for name, p in named.items()}
+            for kind in kinds
+        }
+        weights = {name: p.detach().cpu().clone() for name, p in named.items()}
+        return EngineState(weights, buffers_of(self.model), moments, counted_steps(self.optimizer, self.lr_schedule))
+
+    @torch.no_grad()
+    def load(self, state: EngineState) -> None:
+        """Go on from `state`, whatever engine, ZeRO stage and world size it is of."""
+        kinds = moment_kinds(self.config)
+        count_from(self.optimizer, self.parameters, self.lr_schedule, kinds, state.optimizer_steps)
+        fill(self.model, state)
+        for name, p in self.model.named_parameters():
+            for kind in kinds:
+                self.optimizer.state[p][kind].copy_(state.moments[kind][name])
+
 
 def deepspeed_dict(config: EngineConfig) -> dict[str, Any]:
     """The JSON that DeepSpeed reads, from the one config; `engine.deepspeed` adds keys and wins where both speak.
@@ -173,6 +196,12 @@ class DeepSpeedEngine:
         for norm in self.model.norms:  # running statistics move in small steps, which bf16 would round away
             norm.running_mean, norm.running_var = norm.running_mean.float(), norm.running_var.float()
 
+        with torch.no_grad():
+            for p, master in self._masters().items():
+                if master is not p:  # DeepSpeed makes their moments by an update without gradients: undone, not counted
+                    master.copy_(p)
+                    count_from(self._inner, [master], self.engine.lr_scheduler, moment_kinds(config), 0)
+
     def _optimizer(self, parameters: list[nn.Parameter], say: Callable[[str], None]) -> torch.optim.Optimizer:
         """torch's optimizer, or DeepSpeed's CPU Adam where the optimizer is offloaded and a compiler is there."""
         config = self.config
@@ -210,6 +239,79 @@ class DeepSpeedEngine:
     @property
     def lr(self) -> float:
         return float(self.engine.get_lr()[0])
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        """The optimizer below DeepSpeed's wrapper, if there is one."""
+        inner: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return inner
+
+    def state(self) -> EngineState:
+        """Weights, statistics and moments in full. A collective; the same on every rank."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        kinds, kept, masters = moment_kinds(self.config), self._inner.state, self._masters()
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
+        for name, p in self.model.named_parameters():
+            master = masters.get(p)
+            weight = safe_get_full_fp32_param(p) if master is None else master
+            weights[name] = weight.detach().cpu().clone()
+            for kind in kinds:
+                moment = safe_get_full_optimizer_state(p, kind) if master is None else kept[master][kind]
+                moments[kind][name] = moment.detach().cpu().clone()
+        return EngineState(
+            weights, buffers_of(self.model), moments, counted_steps(self._inner, self.engine.lr_scheduler)
+        )
+
+    @torch.no_grad()
+    def load(self, state: EngineState) -> None:
+        """Go on from `state`, whatever engine, ZeRO stage and world size it is of.
+
+        The model was filled with it before DeepSpeed took it: here are the full precision copies and the moments.
+        """
+        kinds = moment_kinds(self.config)
+        masters = [p for group in self._inner.param_groups for p in group["params"]]
+        masters = getattr(self.optimizer, "fp32_partitioned_groups_flat", masters)  # ZeRO 3 keeps them itself
+        count_from(self._inner, masters, self.engine.lr_scheduler, kinds, state.optimizer_steps)
+        if hasattr(self.optimizer, "_lazy_init_hp_params_optimizer_state"):
+            self.optimizer._lazy_init_hp_params_optimizer_state()  # what a first step would do
+        whole = self._masters()
+        for name, p in self.model.named_parameters():
+            if p in whole:
+                whole[p].copy_(state.weights[name])
+            else:
+                self._set_full(p, state.weights[name])
+            for kind in kinds:
+                if p in whole:
+                    self._inner.state[whole[p]][kind].copy_(state.moments[kind][name])
+                else:
+                    self._set_full(p, state.moments[kind][name], kind)
+        fill_buffers(self.model, state)
+
+    def _masters(self) -> dict[nn.Parameter, Tensor]:
+        """What the optimizer steps for each parameter that ZeRO leaves whole: itself, or its float32 copy."""
+        parameters = list(self.model.parameters())
+        if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in parameters):
+            return {}
+        copied = [p for group in getattr(self.optimizer, "fp16_groups", [parameters]) for p in group]
+        masters = [p for group in getattr(self.optimizer, "fp32_groups", [parameters]) for p in group]
+        return dict(zip(copied, masters, strict=True))
+
+    def _set_full(self, p: nn.Parameter, value: Tensor, kind: str | None = None) -> None:
+        """The full precision weight of `p`, or its moment `kind`."""
+        from deepspeed import utils
+
+        value = value.to(self.world.device, torch.float32)
+        if hasattr(p, "ds_id"):
+            # ZeRO 3 pads a parameter to equal parts, and DeepSpeed's setter of a full one reads beyond its end.
+            part = cast(Any, p).ds_tensor.numel()
+            value = nn.functional.pad(value.flatten(), (0, part * self.world.size - value.numel()))
+            value = value[part * self.world.rank :][:part]
+            weight, moment = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
+        else:
+            weight, moment = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
+        weight(p, value) if kind is None else moment(p, value, kind)
 
 
 def clear_left_lock(lock: Path, say: Callable[[str], None]) -> None:
@@ -251,9 +353,25 @@ def import_deepspeed(world: World) -> Any:
 
 
 def make_engine(
-    model: GraphModel, config: EngineConfig, world: World, total_steps: int, say: Callable[[str], None]
+    model: GraphModel,
+    config: EngineConfig,
+    world: World,
+    total_steps: int,
+    say: Callable[[str], None],
+    state: EngineState | None = None,
 ) -> TorchEngine | DeepSpeedEngine:
-    """The engine the config names."""
+    """The engine the config names. state: what it goes on from.
+
+    Raises ValueError with one line if the state is of another model.
+    """
+    if state is not None:
+        check_names(model, state)
+        fill(model, state)
+    engine: TorchEngine | DeepSpeedEngine
     if config.name == "torch":
-        return TorchEngine(model, config, world, total_steps)
-    return DeepSpeedEngine(model, config, world, total_steps, say)
+        engine = TorchEngine(model, config, world, total_steps)
+    else:
+        engine = DeepSpeedEngine(model, config, world, total_steps, say)
+    if state is not None:
+        engine.load(state)
+    return engine

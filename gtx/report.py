@@ -64,7 +64,7 @@ def build_report(
     partitioning: of the partition facts, any keys; its lists per part are left out, since `partitions` holds them.
     partitions: per partition `mode, ranks, layer_split, rows, edges, halo_rows`.
     steps: the records of all ranks, in any order.
-    evaluations: `step, val_score, test_score` each; more is better.
+    evaluations: `step, val_score, test_score` each, more is better; the best one with its test nodes `per_class`.
     exactness: a class of `EXACTNESS`, or `class: reason`.
     metric: what the scores are.
     scheduler: what was searched, seen and decided, see `gtx/adapt.py`; None where no run was.
@@ -90,7 +90,7 @@ def build_report(
         "losses": losses,
         "evaluations": evaluations,
         "metric": metric,
-        "best": _best(evaluations),
+        "best": best_evaluation(evaluations),
         "scheduler": scheduler,
     }
     plain: dict[str, Any] = _plain(report)
@@ -178,7 +178,7 @@ def _exactness(text: str) -> dict[str, str]:
     return {"class": kind, "reason": reason or EXACTNESS[kind]}
 
 
-def _best(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The evaluation to read the test score at. A score that is no finite number is never the best."""
     scored = [e for e in evaluations if e["val_score"] is not None and math.isfinite(float(e["val_score"]))]
     if not scored:
@@ -272,6 +272,9 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(_ranks_table(report["measured"]))
     for table in _scheduler_tables(report["scheduler"] or {}):
         console.print(table)
+    for evaluation in report["evaluations"]:
+        if "per_class" in evaluation:
+            console.print(_classes_table(evaluation["step"], evaluation["per_class"]))
     slowest = report["measured"]["slowest_rank"]
     lines = [f"slowest rank      {slowest['rank']}, busy {slowest['busy_over_mean']:.2f}x the mean of all ranks"]
     lines.append(f"edges attended    {100 * report['share_of_edges_attended']:.2f} % of the graph's")
@@ -285,6 +288,15 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
             f"test {figure_text(best['test_score'])} there ({len(report['evaluations'])} evaluations)"
         )
     console.print(Text("\n".join(lines)))
+
+
+def _classes_table(step: int, classes: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table(f"test nodes by class, best step {step}", "class", "nodes", "precision, %", "recall, %", "F1, %")
+    for entry in classes[:_MAX_ROWS]:
+        figures = (f"{entry[key]:.2f}" for key in ("precision", "recall", "f1"))
+        table.add_row(Text(entry["class"]), str(entry["nodes"]), *figures)
+    _note_rest(table, len(classes))
+    return table
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
@@ -311,12 +323,13 @@ def _run_table(report: Mapping[str, Any]) -> Table:
     table = Table(title="run", title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
-    run, plan = report["run"], report["plan"]
+    run, plan, resumed = report["run"], report["plan"], report["run"].get("resumed")
     zero = "" if run["zero_stage"] is None else f", ZeRO {run['zero_stage']}, optimizer offload {run['offload']}"
     rows = {
         "command": run["command"],
         "started": f"{run['started']}, finished {run['finished']}",
         "engine": f"{run['engine']}{zero}, {run['precision']}, collectives {run['collectives']}",
+        **({"resumed": f"at step {resumed['step']}, left by {resumed['world_size']} rank(s)"} if resumed else {}),
         "seed, config": f"{run['seed']}, {run['config_hash']}",
         "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version),
         "model": ", ".join(f"{name} {value_text(value)}" for name, value in report["model"].items()),

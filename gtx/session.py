@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gtx.checkpoint import EngineState, Progress, find_checkpoint, read_checkpoint
 from gtx.config import Config
 from gtx.datasets import load_graph
 from gtx.graphs import GraphSummary, summarize
@@ -47,6 +48,23 @@ def joined(config: Config) -> Iterator[World]:
     torch.set_num_threads(threads)
     yield join_world(timeout_s=config.engine.timeout_s, device=device)
     leave_world()  # not after a failure: peers may be gone
+
+
+def share_checkpoint(world: World, place: Path) -> tuple[Progress, EngineState]:
+    """The checkpoint at `place`, read by rank 0. A collective.
+
+    Raises ValueError with one line, on every rank, if there is none or it is damaged.
+    """
+    found: tuple[Progress, EngineState] | str = ""
+    if world.rank == 0:
+        try:
+            found = read_checkpoint(find_checkpoint(place))
+        except ValueError as error:
+            found = str(error)
+    found = world.from_first(found)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,33 @@
-"""A training run from config to run folder: load, partition, plan, train, evaluate, report.
+"""A training run from config to run folder: load, partition, plan, train or go on from a checkpoint, report.
 
-Not here: what a step does (`parallel/executor.py`), what the optimizer is (`engine.py`), options (`launch.py`).
+Not here: the loop over steps (`loop.py`), what the optimizer is (`engine.py`), options (`launch.py`).
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import yaml
 
 from gtx.adapt import Pilot, Scheduled, given_plan, read_plan
 from gtx.batches import BatchPlanner
+from gtx.checkpoint import changes, check_fits
 from gtx.config import Config
 from gtx.engine import DTYPES, make_engine
 from gtx.environment import device_facts, exactness, versions
+from gtx.loop import Run
 from gtx.models import GraphModel
-from gtx.parallel.compiled import CompiledBatch
-from gtx.parallel.compiler import Compiler
-from gtx.parallel.executor import Executor, StepResult
-from gtx.parallel.prefetch import Prefetcher
-from gtx.parallel.world import World
+from gtx.parallel.executor import Executor
 from gtx.partition import PartitionedGraph
 from gtx.report import build_report, write_report
-from gtx.session import Say, attention_backend, joined, load_partitioned, silent, tell_graph
-from gtx.tasks import score
+from gtx.run_writer import Sinks
+from gtx.session import Say, attention_backend, joined, load_partitioned, share_checkpoint, silent, tell_graph
 from gtx.workload import model_shape, partition_work
-from monitor import (
-    CsvSink,
-    JsonlSink,
-    PhaseTimer,
-    ProgressBar,
-    StepRecord,
-    TensorBoardSink,
-    device_utilisation,
-    gather_steps,
-    gathering_s,
-    memory_source,
-    peak_memory_bytes,
-    reset_peak_memory,
-)
+from monitor import PhaseTimer
 from scheduler.plan import Plan, deal, fixed_plan
 
 
@@ -68,12 +49,16 @@ def make_plan(config: Config, graph: PartitionedGraph, world_size: int) -> Plan:
     )
 
 
-def run_training(config: Config, run_dir: Path | None, command: str) -> None:
-    """Train, and say where the results are. Rank 0 speaks."""
+def run_training(config: Config, run_dir: Path | None, command: str, resume: Path | None = None) -> None:
+    """Train, and say where the results are. Rank 0 speaks.
+
+    resume: a run folder or a checkpoint to go on from; the results go into that folder unless `run_dir` says otherwise.
+    """
     if config.plan.file is not None:
         read_plan(config.plan.file)  # a wrong file should not wait for the graph
-    run_dir = run_dir or new_run_dir(config)
-    report = train(config, run_dir, lambda line: print(line, flush=True), command)
+    if run_dir is None:
+        run_dir = new_run_dir(config) if resume is None or resume.is_file() else resume
+    report = train(config, run_dir, lambda line: print(line, flush=True), command, resume)
     if report:
         best = report["best"]
         if best is not None:
@@ -83,34 +68,43 @@ def run_training(config: Config, run_dir: Path | None, command: str) -> None:
         print(f"run folder: {run_dir}\nstrategy report: python launch.py report {run_dir}", flush=True)
 
 
-def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, Any]:
+def train(config: Config, run_dir: Path, say: Say, command: str, resume: Path | None = None) -> dict[str, Any]:
     """Run a whole training job on this rank; returns the strategy report (on rank 0; empty elsewhere).
 
-    Raises ValueError with one line for what the user can mend.
+    resume: a run folder or a checkpoint, on rank 0's host. Raises ValueError with one line for what the user can mend.
     """
     started = datetime.now(timezone.utc)
     with joined(config) as world:
         loud = say if world.rank == 0 else silent
         for line in config.without_effect():
             loud(f"note: {line}")
+        resumed, state = (None, None) if resume is None else share_checkpoint(world, resume)
         loaded = load_partitioned(config, world, inputs=True)
         graph = loaded.partitioned
         tell_graph(loaded, loud)
         backend = attention_backend(config, world.device, DTYPES[config.engine.precision], loud)
         batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
         num_steps = config.train.steps or (config.train.epochs or 0) * batches.steps_per_epoch
+        first_step = 0
+        if resumed is not None:
+            check_fits(resumed, config.as_dict(), loaded.summary.as_dict(), num_steps)
+            for line in changes(resumed, config.as_dict()):
+                loud(f"note: {line}")
+            first_step = resumed.step
+            loud(f"resuming at step {first_step}, left by {resumed.world_size} rank(s)")
         torch.manual_seed(config.seed)
         model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
         num_parameters = sum(p.numel() for p in model.parameters())
         shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
-        pilot = (
-            Scheduled(config, world, graph, batches, shape, num_steps, loud)
-            if config.plan.searched
-            else Pilot(make_plan(config, graph, world.size), "file" if config.plan.file else config.plan.mode)
-        )
+        pilot: Pilot
+        if config.plan.searched:
+            pilot = Scheduled(config, world, graph, batches, shape, num_steps - first_step, loud, first_step)
+        else:
+            setting = "file" if config.plan.file else config.plan.mode
+            pilot = Pilot(make_plan(config, graph, world.size), setting, first_step)
         if isinstance(pilot, Scheduled):
             config = pilot.config  # with the engine that was picked
-        engine = make_engine(model, config.engine, world, num_steps, loud)
+        engine = make_engine(model, config.engine, world, num_steps, loud, state)
         timer = PhaseTimer()
         executor = Executor(
             engine, graph, world, timer, seed=config.seed, num_heads=config.model.heads, backend=backend
@@ -121,16 +115,19 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
             f"({pilot.setting}) on {world.size} rank(s), "
             f"engine {config.engine.name}, {num_steps} steps"
         )
-        sinks = Sinks(config, run_dir, num_steps) if world.rank == 0 else None
-        run = Run(config, world, graph, pilot, batches, executor, homes, timer, sinks)
+        sinks = Sinks(config, run_dir, num_steps, resumed) if world.rank == 0 else None
+        facts = loaded.summary.as_dict()
+        run = Run(config, world, graph, pilot, batches, executor, homes, timer, sinks, facts, resumed)
         try:
-            run.steps(num_steps)
+            stopped = run.steps(num_steps)
         except ValueError as error:
             raise RuntimeError("a step failed") from error  # no user's mistake any more: show the traceback
         finally:
             if sinks is not None:
                 sinks.close()
         run.close()
+        if stopped is not None:
+            loud(stopped)
         plan = pilot.plan
         devices = world.gather_facts(device_facts(world))
         if world.rank != 0:
@@ -151,6 +148,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
                 "started": started.isoformat(timespec="seconds"),
                 "finished": finished.isoformat(timespec="seconds"),
                 "seconds": (finished - started).total_seconds(),
+                **({} if resumed is None else {"resumed": {"step": first_step, "world_size": resumed.world_size}}),
             },
             versions=versions(),
             devices=devices,
@@ -191,194 +189,6 @@ def train(config: Config, run_dir: Path, say: Say, command: str) -> dict[str, An
         )
         write_report(report, run_dir)
         return report
-
-
-class Run:
-    """The loop over steps of one rank, and what it has seen."""
-
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        graph: PartitionedGraph,
-        pilot: Pilot,
-        batches: BatchPlanner,
-        executor: Executor,
-        homes: npt.NDArray[np.int64],
-        timer: PhaseTimer,
-        sinks: Sinks | None,
-    ):
-        self.config, self.world, self.graph, self.pilot = config, world, graph, pilot
-        self.batches, self.executor, self.homes = batches, executor, homes
-        self.timer, self.sinks = timer, sinks
-        self.records: list[StepRecord] = []  # of all ranks
-        self.losses: list[float] = []
-        self.evaluations: list[dict[str, Any]] = []
-        self.seconds = 0.0  # of all steps, evaluation and switches with them
-        self._edges = np.zeros(2)  # attended and whole
-        self._gathers_s: list[float] = []  # each step's gathering of records, waiting for slower ranks with it
-        self._adopt(0)
-
-    def _adopt(self, step: int) -> None:
-        """Compile for the pilot's plan from `step` on; what was compiled ahead for another is dropped."""
-        self.plan = self.pilot.plan
-        self._traced = step + 2  # a step whose spans are kept, once caches are warm
-        compiler = Compiler(self.graph, self.plan, self.world, self.config.model.heads, self.homes)
-        self.prefetcher = Prefetcher(compiler, self.batches)
-        self._evaluation: CompiledBatch | None = None
-        if self.sinks is not None:
-            self.sinks.keep_plan(self.plan)
-
-    def close(self) -> None:
-        self.prefetcher.close()
-
-    @property
-    def shares(self) -> float:
-        """Share of the real edges of the micro-batches' rows that were attended, over all steps so far."""
-        return float(self._edges[0] / self._edges[1]) if self._edges[1] else 1.0
-
-    def steps(self, num_steps: int) -> None:
-        every = self.config.train.eval_every
-        device = str(self.world.device)
-        began = time.perf_counter()
-        switched_s: float | None = None
-        for step in range(num_steps):
-            reset_peak_memory(device)
-            cpu = time.process_time()
-            self.timer.start_step(trace=step == self._traced)
-            with self.timer.phase("compiling"):
-                batch, compiled = self.prefetcher.step(step, last=step == num_steps - 1)
-            result = self.executor.train_step(compiled, self.plan, step, fixed=batch.fixed)
-            self._edges += (result.edges, compiled.edges_whole)
-            scores: dict[str, float | None] = {}
-            if step == num_steps - 1 or (every and (step + 1) % every == 0):
-                with self.timer.phase("evaluate"):
-                    scores = self._evaluate(step)
-            records = self._record(step, result, compiled, scores, time.process_time() - cpu)
-            if switched_s is not None:
-                waited = max(record.phases.get("compiling", 0.0) for record in records)
-                sent = sum(e.sent_bytes for r in records for e in r.exchanges if e.kind == "fetch")
-                self.pilot.switched(step, switched_s + waited, sent)
-                switched_s = None
-            if self.pilot.after_step(step, records, num_steps - 1 - step) is not None:
-                begin = time.perf_counter()
-                self.prefetcher.close()
-                self._adopt(step + 1)
-                switched_s = time.perf_counter() - begin
-        self.seconds = time.perf_counter() - began
-        self.pilot.spent_s["monitor"] += gathering_s(self.world.gather_facts(self._gathers_s))
-        self._edges = self.world.sum_facts(torch.from_numpy(self._edges)).numpy()
-
-    def _evaluate(self, step: int) -> dict[str, float | None]:
-        """Scores of the splits over the full neighbourhoods; only rank 0 computes them."""
-        if self._evaluation is None:
-            self._evaluation = self.prefetcher.evaluation(self.batches.evaluation(step))
-        nodes, logits = self.executor.predict(self._evaluation, self.plan, step)
-        if self.sinks is None:
-            return {}
-        graph = self.graph.graph
-        labels = np.asarray(graph.labels)
-        scores = {}
-        for name, mask in (("val_score", graph.val_mask), ("test_score", graph.test_mask)):
-            chosen = np.asarray(mask)[nodes]
-            scores[name] = score(graph.metric, [logits[chosen]], labels[nodes[chosen]])
-        self.evaluations.append({"step": step, **scores})
-        return scores
-
-    def _record(
-        self,
-        step: int,
-        result: StepResult,
-        compiled: CompiledBatch,
-        scores: dict[str, float | None],
-        cpu_s: float,
-    ) -> tuple[StepRecord, ...]:
-        phases = self.timer.finish_step()
-        began = time.perf_counter()
-        record = StepRecord(
-            step=step,
-            rank=self.world.rank,
-            wall_s=self.timer.wall_s,
-            phases=phases,
-            exchanges=self.timer.exchanges,
-            peak_memory_bytes=peak_memory_bytes(str(self.world.device)),
-            rows_computed=result.rows,
-            edges_computed=round(result.edges),
-            loss=result.loss,
-            plan_fingerprint=self.plan.fingerprint,
-            memory_source=memory_source(str(self.world.device)),
-            peers=self.timer.peers,
-            cpu_s=cpu_s,
-            prepared_s=(compiled.sampling_s, compiled.compiling_s),
-            device_utilisation=device_utilisation(str(self.world.device)),
-        )
-        gathering = time.perf_counter()
-        everyone = gather_steps(record, self.world.gather_facts)
-        gathered = time.perf_counter()
-        self._gathers_s.append(gathered - gathering)
-        spans = self.timer.spans
-        self.losses.append(result.loss)
-        if self.sinks is not None:
-            self.records.extend(everyone)
-            self.sinks.write(everyone, scores)
-        if step == self._traced:
-            traces = self.world.gather_facts(spans)
-            if self.sinks is not None:
-                self.sinks.keep_trace(step, self.plan, traces)
-        self.pilot.spent_s["monitor"] += time.perf_counter() - gathered + gathering - began
-        return everyone
-
-
-class Sinks:
-    """Where rank 0 writes while the run lasts."""
-
-    def __init__(self, config: Config, run_dir: Path, num_steps: int):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False), encoding="utf-8")
-        (run_dir / "env.json").write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")
-        self._metrics = CsvSink(run_dir / "metrics.csv")
-        self._records = JsonlSink(run_dir / "records.jsonl") if config.monitor.records else None
-        self._board = TensorBoardSink(run_dir / "tensorboard") if config.monitor.tensorboard else None
-        self._bar = ProgressBar(num_steps) if config.monitor.progress else None
-        self._run_dir, self._plans = run_dir, 0
-
-    def keep_plan(self, plan: Plan) -> None:
-        """Write the plan that the next steps run under as `plan-<n>.json`."""
-        (self._run_dir / f"plan-{self._plans}.json").write_text(plan.to_json(), encoding="utf-8")
-        self._plans += 1
-
-    def keep_trace(self, step: int, plan: Plan, traces: Sequence[Sequence[tuple[str, float, float]]]) -> None:
-        """Write the spans of one step as a Chrome trace, a thread a rank; chrome://tracing and Perfetto read it."""
-        events = [
-            {"name": name, "ph": "X", "pid": 0, "tid": rank, "ts": round(begin * 1e6, 1), "dur": round(s * 1e6, 1)}
-            for rank, spans in enumerate(traces)
-            for name, begin, s in ((name, begin, end - begin) for name, begin, end in spans)
-        ]
-        data = {"traceEvents": events, "otherData": {"step": step, "plan": plan.fingerprint}}
-        (self._run_dir / f"trace-{step}.json").write_text(json.dumps(data) + "\n", encoding="utf-8")
-
-    def write(self, records: Sequence[StepRecord], scores: dict[str, float | None]) -> None:
-        """One step: the records of all ranks, and scores where it ended with an evaluation."""
-        first = records[0]
-        slowest_s = max(record.wall_s for record in records)
-        self._metrics.write_step(first.step, first.loss, slowest_s, **scores)
-        if self._records is not None:
-            for record in records:
-                self._records.write(record)
-        if self._board is not None:
-            self._board.write_steps(records)
-            if scores:
-                self._board.write_evaluation(first.step, **scores)
-        if self._bar is not None:
-            val = scores.get("val_score")
-            if val is not None:
-                self._bar.show_score(val)
-            self._bar.update(records)
-
-    def close(self) -> None:
-        for sink in (self._metrics, self._records, self._board, self._bar):
-            if sink is not None:
-                sink.close()
 
 
 def new_run_dir(config: Config, now: float | None = None) -> Path:

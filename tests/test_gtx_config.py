@@ -202,7 +202,10 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         "unknown key 'plan.ranks'; known here: allow, checkpointing, file, groups, ",
     ),
     ({"engine": {"zero": 1}}, "unknown key 'engine.zero'; known here: betas, deepspeed, device, "),
-    ({"train": {"steps": 1, "step": 1}}, "unknown key 'train.step'; known here: epochs, eval_every, steps"),
+    (
+        {"train": {"steps": 1, "step": 1}},
+        "unknown key 'train.step'; known here: checkpoint_every, epochs, eval_every, patience, steps",
+    ),
     ({"monitor": {"bar": True}}, "unknown key 'monitor.bar'; known here: progress, records, tensorboard"),
     # Wrong types.
     ({"name": 3}, "name is 3: input should be a valid string"),
@@ -210,7 +213,10 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"seed": True}, "seed is True: input should be a valid integer"),
     ({"data": 3}, "data is 3: a section of keys is wanted here, of dedupe, edges, name, nodes, "),
     ({"model": None}, "model is None: a section of keys is wanted here, of backend, dropout, "),
-    ({"train": [100]}, "train is [100]: a section of keys is wanted here, of epochs, eval_every, steps"),
+    (
+        {"train": [100]},
+        "train is [100]: a section of keys is wanted here, of checkpoint_every, epochs, ",
+    ),
     ({"data": {"options": 3}}, "data.options is 3: input should be a valid dictionary"),
     ({"data": {"root": 3}}, "data.root is 3: input should be a path"),
     ({"model": {"width": "wide"}}, "model.width is 'wide': input should be a valid integer"),
@@ -284,6 +290,10 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         "engine: betas [0.5, 0.9] have no effect with optimizer sgd; use adam or adamw",
     ),
     ({"train": {}}, "train: neither is given; give one of steps and epochs, "),
+    (
+        {"train": {"steps": 5, "patience": 2}},
+        "train: patience is 2 and eval_every 0: the only evaluation is at ",
+    ),
     ({"train": {"steps": 5, "epochs": 2}}, "train: steps is 5 and epochs is 2; give one of steps and epochs, "),
     (
         {"batch": {"micro_batches": 3}},

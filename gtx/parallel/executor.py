@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gtx.checkpoint import EngineState
 from gtx.models import GraphModel
 from gtx.parallel.compiled import CompiledBatch, CompiledWave
 from gtx.parallel.context import Runtime, WaveContext
@@ -37,6 +38,10 @@ class Engine(Protocol):
         ...
 
     def step(self) -> None: ...
+
+    def state(self) -> EngineState:
+        """What the engine has learnt, in full on every rank. A collective."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -150,25 +155,42 @@ class Executor:
                 mean, variance = total[norm.number, micro_batch, :, :size].to(norm.running_mean.device)
                 norm.update(mean, variance)
 
-    @torch.no_grad()
     def predict(
         self, batch: CompiledBatch, plan: Plan, step: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Logits of all target rows, on every rank: node ids in partition order `[n]`, sorted, and `[n, classes]`."""
+        nodes, logits, _ = self.embed(batch, plan, step)
+        return nodes, logits
+
+    @torch.no_grad()
+    def embed(
+        self, batch: CompiledBatch, plan: Plan, step: int, *, hidden: bool = False
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """As `predict`, with what the classifier was given, `[n, width]`; `[n, 0]` unless `hidden`."""
         runtime = self._runtime(plan, step, training=False)
-        self.engine.model.eval()
-        nodes, logits = [], []
+        model = self.engine.model
+        model.eval()
+        nodes, logits, before = [], [], []
         token = self._token(training=False)
         inputs = self._inputs(batch, range(len(batch.waves)), fixed=False)
-        for wave in batch.waves:
-            out, token = self.engine.forward(inputs(wave.index), token, WaveContext(runtime, wave))
-            nodes.append(wave.target_nodes)
-            logits.append(out.index_select(0, wave.target_rows).double().cpu().numpy())
+        given: list[Tensor] = []
+        watch = model.classifier.register_forward_pre_hook(lambda _, rows: given.append(rows[0]))
+        try:
+            for wave in batch.waves:
+                out, token = self.engine.forward(inputs(wave.index), token, WaveContext(runtime, wave))
+                nodes.append(wave.target_nodes)
+                logits.append(out.index_select(0, wave.target_rows).double().cpu().numpy())
+                rows = given.pop()
+                before.append(
+                    (rows if hidden else rows[:, :0]).index_select(0, wave.target_rows).double().cpu().numpy()
+                )
+        finally:
+            watch.remove()
         self.channel.drain()
-        parts = self.world.gather_facts((np.concatenate(nodes), np.concatenate(logits)))
-        all_nodes = np.concatenate([part[0] for part in parts])
+        parts = self.world.gather_facts(tuple(np.concatenate(arrays) for arrays in (nodes, logits, before)))
+        all_nodes, all_logits, all_before = (np.concatenate([part[k] for part in parts]) for k in range(3))
         order = np.argsort(all_nodes, kind="stable")
-        return all_nodes[order], np.concatenate([part[1] for part in parts])[order]
+        return all_nodes[order], all_logits[order], all_before[order]
 
 
 def _rows(flight: Flight) -> Tensor:

@@ -62,6 +62,15 @@ class World:
         with self.meeting("the exchange of facts"):
             return _gather(fact, self.size, self.facts_group)
 
+    def from_first(self, fact: Any) -> Any:
+        """Rank 0's `fact` (anything picklable), on every rank."""
+        if self.size == 1:
+            return fact
+        held = [fact]
+        with self.meeting("the sharing of rank 0's facts"):
+            dist.broadcast_object_list(held, src=0, group=self.facts_group)
+        return held[0]
+
     def sum_facts(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small float64 CPU tensor over ranks, the same bits on every rank."""
         if self.size == 1:

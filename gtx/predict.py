@@ -1,0 +1,119 @@
+"""After training: what a run's model says of every node, as a Parquet file.
+
+Not here: the forward pass (`parallel/executor.py`), scores while a run lasts (`loop.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import torch
+
+from gtx.batches import BatchPlanner
+from gtx.checkpoint import FOLDER
+from gtx.config import Config, load_config
+from gtx.engine import DTYPES, make_engine
+from gtx.graphs import Graph
+from gtx.models import GraphModel
+from gtx.parallel.compiler import Compiler
+from gtx.parallel.executor import Executor
+from gtx.parallel.prefetch import Prefetcher
+from gtx.session import Say, attention_backend, joined, load_partitioned, share_checkpoint, silent
+from gtx.workload import partition_work
+from monitor import PhaseTimer
+from scheduler.plan import deal, fixed_plan
+
+OUT = "predictions.parquet"
+
+
+def run_predict(run_dir: Path, overrides: list[str], which: str, out: Path | None) -> None:
+    """Predict, and say where the results are. Rank 0 speaks and writes."""
+    config = load_config(run_dir / "config.yaml", overrides)
+    frame = predict(config, run_dir / FOLDER / f"{which}.safetensors", lambda line: print(line, flush=True))
+    if frame is not None:
+        out = out or run_dir / OUT
+        write_frame(frame, out)
+        print(f"{len(frame):,} nodes: {out}", flush=True)
+
+
+def predict(config: Config, checkpoint: Path, say: Say) -> pd.DataFrame | None:
+    """What the model of a checkpoint says of every node over its full neighbourhood. On rank 0; None elsewhere.
+
+    The columns: `id` as in the source, `split` (train, val, test or empty), `label` where known, `predicted`,
+    `probability_<class>`, and `embedding`, what the classifier was given, as a list of the model's width (for models
+    without a classifier of their own: the logits). The rows are those of the source.
+
+    Raises ValueError with one line for a checkpoint that is missing, damaged or of another model.
+    """
+    with joined(config) as world:
+        loud = say if world.rank == 0 else silent
+        progress, state = share_checkpoint(world, checkpoint)
+        graph = load_partitioned(config, world, inputs=True).partitioned
+        plain = config.engine.model_copy(
+            update={"name": "torch", "zero_stage": 0, "offload_optimizer": "none", "precision": "float32"}
+        )
+        backend = attention_backend(config, world.device, DTYPES[plain.precision], loud)
+        torch.manual_seed(config.seed)
+        model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
+        engine = make_engine(model, plain, world, 1, loud, state)
+        executor = Executor(
+            engine, graph, world, PhaseTimer(), seed=config.seed, num_heads=config.model.heads, backend=backend
+        )
+        batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
+        work = partition_work(graph)
+        plan = fixed_plan("graph", work, world.size, config.model.layers)
+        compiler = Compiler(graph, plan, world, config.model.heads, np.array(deal(work, world.size)))
+        prefetcher = Prefetcher(compiler, batches)
+        try:
+            compiled = prefetcher.evaluation(batches.evaluation(progress.step))
+            nodes, logits, hidden = executor.embed(compiled, plan, progress.step, hidden=True)
+        finally:
+            prefetcher.close()
+        loud(f"{config.model.name} after {progress.step} steps, on {world.size} rank(s)")
+        return _frame(graph.graph, graph.original_id, nodes, logits, hidden) if world.rank == 0 else None
+
+
+def _frame(
+    graph: Graph,
+    original_id: npt.NDArray[np.int64],
+    nodes: npt.NDArray[np.int64],
+    logits: npt.NDArray[np.float64],
+    hidden: npt.NDArray[np.float64],
+) -> pd.DataFrame:
+    """The rows in the source's order; nodes are in the partition's."""
+    order = np.argsort(original_id[nodes], kind="stable")
+    nodes, logits, hidden = nodes[order], logits[order], hidden[order]
+    classes = np.array([str(name) for name in graph.names.classes or range(graph.num_classes)], dtype=object)
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    split = np.full(len(nodes), "", dtype=object)
+    for name, mask in (("train", graph.train_mask), ("val", graph.val_mask), ("test", graph.test_mask)):
+        split[np.asarray(mask)[nodes]] = name
+    labels = np.asarray(graph.labels)[nodes]
+    label = np.where(labels >= 0, classes[labels], np.array(None))
+    ids = graph.node_ids[nodes]
+    mixed = ids.dtype == object and len({type(value) for value in ids}) > 1
+    columns = {
+        "id": [str(value) for value in ids] if mixed else ids,
+        "split": split,
+        "label": label,
+        "predicted": classes[logits.argmax(1)],
+    }
+    probabilities = exponentials / exponentials.sum(1, keepdims=True)
+    columns |= {f"probability_{name}": probabilities[:, c] for c, name in enumerate(classes)}
+    return pd.DataFrame({**columns, "embedding": list(hidden.astype(np.float32))})
+
+
+def write_frame(frame: pd.DataFrame, out: Path) -> None:
+    """Write Parquet in the place of `out`, whole or not at all. Raises ValueError if it cannot be written."""
+    aside = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    try:
+        frame.to_parquet(aside, index=False)
+        os.replace(aside, out)
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror}; give another --out") from None
+    finally:
+        aside.unlink(missing_ok=True)
