@@ -1,7 +1,7 @@
 """Parses the command line and dispatches, nothing else. It is launched, by python, deepspeed or torchrun.
 
-The work is in `gtx/`, a file a command: `train.py`, `predict.py`, `show.py`, `calibrate.py`, `simulate.py`, `ablate.py`
-(which alone starts ranks itself), `report.py`, `page.py`, `compare.py` and `replay.py`.
+The work is in `gtx/`, a file a command: `train.py`, `predict.py`, `show.py`, `equality.py`, `calibrate.py`,
+`simulate.py`, `ablate.py`, `report.py`, `page.py`, `compare.py` and `replay.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(
         dest="command",
         required=True,
-        metavar="train | predict | partition | plan | calibrate | simulate | ablate | report | replay",
+        metavar="train | predict | partition | plan | check | calibrate | simulate | ablate | report | replay",
     )
     with_config = argparse.ArgumentParser(add_help=False)
     with_config.add_argument("config", type=Path, help="a YAML file, see configs/")
@@ -44,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--world-size", type=int, default=2, help="ranks to plan for; default 2")
     plan.add_argument("--out", type=Path, help="write the plan as JSON, to edit and pass as plan.file")
     plan.add_argument("--topology", type=Path, help="predict each mode's cost on this machine; see calibrate")
+    check = commands.add_parser(
+        "check", parents=[with_config], help="whether the model computes the same under any plan; see own_layer.md"
+    )
+    check.add_argument("--worlds", default="1,2,3", help="numbers of ranks; default 1,2,3")
     calibrate = commands.add_parser(
         "calibrate", parents=[with_config], help="measure the launched ranks and their links, some seconds"
     )
@@ -176,6 +180,10 @@ def main(arguments: Sequence[str]) -> int:
                 devices_per_host=options.devices_per_host,
                 out=options.out,
             )
+        elif options.command == "check":
+            from gtx.equality import check_config
+
+            check_config(config, options.worlds)
         elif options.command == "partition":
             from gtx.show import show_partition
 

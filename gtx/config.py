@@ -106,10 +106,15 @@ class EncodingsConfig(_Section):
         return sum(columns for _, columns in self.kinds)
 
 
-class ModelConfig(_Section):
-    """width: C. ffn_width: F, twice C unless given. backend: which attention code runs."""
+MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP")
 
-    name: Literal["GT", "GPS", "GCN", "SAGE", "GAT", "MLP"] = "GT"
+
+class ModelConfig(_Section):
+    """name: one of `MODELS`, or a Python file of one's own (docs/own_layer.md). width: C. ffn_width: F, twice C unless
+    given. backend: which attention code runs. options: for a model of one's own to read.
+    """
+
+    name: str = "GT"
     width: Positive = 64
     heads: Positive = 4
     layers: Positive = 3
@@ -118,10 +123,25 @@ class ModelConfig(_Section):
     input_dropout: Probability = 0.0
     backend: Literal["auto", "reference", "torch", "cpu"] = "auto"
     encodings: EncodingsConfig = EncodingsConfig()
+    options: dict[str, Any] = {}
+
+    @field_validator("name")
+    @classmethod
+    def _known_or_a_file(cls, name: str) -> str:
+        if name not in MODELS and not name.endswith(".py"):
+            known = ", ".join(repr(known) for known in MODELS)
+            raise ValueError(f"{name!r} is neither one of {known} nor a Python file of your own")
+        return name
+
+    @model_validator(mode="after")
+    def _options_are_read(self) -> ModelConfig:
+        if self.options and self.name in MODELS:
+            raise ValueError(f"options are for models of your own; {self.name} reads none")
+        return self
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
-        if self.width % self.heads and self.name in ("GT", "GPS", "GAT"):
+        if self.width % self.heads and self.name not in ("GCN", "SAGE", "MLP"):
             raise ValueError(
                 f"width {self.width} is not a multiple of heads {self.heads}; choose width {self.heads} * k"
             )

@@ -19,7 +19,7 @@ import torch
 from gtx.checkpoint import EngineState, Progress, find_checkpoint, read_checkpoint
 from gtx.config import Config
 from gtx.datasets import load_graph
-from gtx.graphs import GraphSummary, summarize
+from gtx.graphs import Graph, GraphSummary, summarize
 from gtx.neighbor_lists import load_lists, load_or_walk
 from gtx.node_inputs import load_inputs, load_or_make
 from gtx.orders import BLOCK, NEAR
@@ -89,6 +89,24 @@ class Loaded:
         return facts if inputs is None else {**facts, **inputs.report()}
 
 
+def read_graph(config: Config) -> Graph:
+    """The graph that the section `data` names. Raises ValueError with one line if it is not there or not right."""
+    data = config.data
+    return load_graph(
+        data.name,
+        root=data.root,
+        seed=config.seed,
+        split=data.split,
+        nodes=data.nodes,
+        edges=data.edges,
+        dedupe=data.dedupe,
+        undirected=data.undirected,
+        self_loops=data.self_loops,
+        standardize=data.standardize,
+        options=data.options,
+    )
+
+
 def load_partitioned(config: Config, world: World | None = None, *, inputs: bool = False) -> Loaded:
     """Load and partition the graph once per host; the other ranks map the files that the first one wrote.
 
@@ -99,21 +117,8 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
     wanted = config.model.encodings.kinds if inputs else ()
 
     def make() -> Loaded:
-        data = config.data
-        graph = load_graph(
-            data.name,
-            root=data.root,
-            seed=config.seed,
-            split=data.split,
-            nodes=data.nodes,
-            edges=data.edges,
-            dedupe=data.dedupe,
-            undirected=data.undirected,
-            self_loops=data.self_loops,
-            standardize=data.standardize,
-            options=data.options,
-        )
-        part = config.partition
+        graph = read_graph(config)
+        part, data = config.partition, config.data
         partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache, data.order)
         sampling = config.sampling
         if sampling.method == "random_walk":

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gtx.batches import Batch, BatchPlanner
 from gtx.config import Config, ModelConfig
 from gtx.engine import DTYPES
-from gtx.models import GraphModel
+from gtx.models import GraphModel, family_named
 from gtx.parallel.compiled import CompiledLayer
 from gtx.parallel.compiler import Compiler
 from gtx.parallel.world import solo
@@ -23,7 +23,7 @@ from scheduler.workload import ROW_WORK, LayerWork, ModelShape, Workload
 def model_shape(config: ModelConfig, model: GraphModel, graph: PartitionedGraph, bytes_per_element: int) -> ModelShape:
     """What the cost formulas need of a model."""
     return ModelShape(
-        kind=config.name,
+        kind=family_named(config.name).costs,
         width=config.width,
         ffn_width=config.ffn_width or 2 * config.width,
         heads=config.heads,

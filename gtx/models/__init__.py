@@ -4,23 +4,32 @@ Models know nothing of ranks: every layer takes rows and a `LayerContext`. Not h
 (`sparse_engine/`), losses and scores (`gtx/tasks.py`).
 """
 
+from gtx.models.family import Family
+from gtx.models.gat import GATLayer
 from gtx.models.gcn import GCNLayer
 from gtx.models.gps import GPSLayer, LocalMean
 from gtx.models.gt import GTLayer
 from gtx.models.layers import FeedForward, LinearAttention, MicroBatchNorm
 from gtx.models.mlp import MLPLayer
 from gtx.models.model import GraphModel
-from gtx.models.registry import FAMILIES
+from gtx.models.registry import FAMILIES, family_named
+from gtx.models.sage import SAGELayer
+from gtx.parallel.context import LayerContext
 
 __all__ = [
     "FAMILIES",
+    "Family",
     "FeedForward",
+    "GATLayer",
     "GCNLayer",
     "GPSLayer",
     "GTLayer",
     "GraphModel",
+    "LayerContext",
     "LinearAttention",
     "LocalMean",
     "MLPLayer",
     "MicroBatchNorm",
+    "SAGELayer",
+    "family_named",
 ]

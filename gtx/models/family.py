@@ -16,9 +16,11 @@ class Family:
     `layer(x [n_src, columns], LayerContext)` and return `[n_dst, columns]`.
 
     uses_edges: whether any layer does edge-wise work. has_ends: whether a linear encoder comes before the layers and a
-    norm and a linear classifier after them; the layers take features and give logits where not.
+    norm and a linear classifier after them; the layers take features and give logits where not. costs: the built-in
+    model whose cost formulas the scheduler starts from; what was measured corrects them.
     """
 
     layers: Callable[[ModelConfig, int, int], Sequence[nn.Module]]
     uses_edges: bool = True
     has_ends: bool = True
+    costs: str = "GT"

@@ -32,4 +32,4 @@ class GATLayer(nn.Module):
         return context.destinations(x) + self.ffn(attended.flatten(1), context)
 
 
-FAMILY = Family(lambda config, num_features, num_classes: [GATLayer(config) for _ in range(config.layers)])
+FAMILY = Family(lambda config, num_features, num_classes: [GATLayer(config) for _ in range(config.layers)], costs="GAT")

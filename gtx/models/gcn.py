@@ -45,4 +45,4 @@ def _layers(config: ModelConfig, num_features: int, num_classes: int) -> list[nn
     return [GCNLayer(dims[i], dims[i + 1], config.dropout, i == last) for i in range(config.layers)]
 
 
-FAMILY = Family(_layers, has_ends=False)
+FAMILY = Family(_layers, has_ends=False, costs="GCN")

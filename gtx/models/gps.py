@@ -46,4 +46,6 @@ class GPSLayer(nn.Module):
         return self.norm_ffn(both + self.ffn(both, context), context)
 
 
-FAMILY = Family(lambda config, num_features, num_classes: [GPSLayer(config, i) for i in range(config.layers)])
+FAMILY = Family(
+    lambda config, num_features, num_classes: [GPSLayer(config, i) for i in range(config.layers)], costs="GPS"
+)

@@ -24,5 +24,7 @@ class MLPLayer(nn.Module):
 
 
 FAMILY = Family(
-    lambda config, num_features, num_classes: [MLPLayer(config) for _ in range(config.layers)], uses_edges=False
+    lambda config, num_features, num_classes: [MLPLayer(config) for _ in range(config.layers)],
+    uses_edges=False,
+    costs="MLP",
 )

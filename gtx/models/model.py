@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gtx.config import ModelConfig
 from gtx.models.layers import MicroBatchNorm
-from gtx.models.registry import FAMILIES
+from gtx.models.registry import family_named
 from gtx.parallel.context import WaveContext
 
 
@@ -21,7 +21,7 @@ class GraphModel(nn.Module):
 
     def __init__(self, config: ModelConfig, num_features: int, num_classes: int):
         super().__init__()
-        family = FAMILIES[config.name]
+        family = family_named(config.name)
         self.uses_edges = family.uses_edges
         self.input_dropout = config.input_dropout
         self.encoder: nn.Module = nn.Linear(num_features, config.width)

@@ -29,4 +29,6 @@ class SAGELayer(nn.Module):
         return context.destinations(x) + self.ffn(both, context)
 
 
-FAMILY = Family(lambda config, num_features, num_classes: [SAGELayer(config) for _ in range(config.layers)])
+FAMILY = Family(
+    lambda config, num_features, num_classes: [SAGELayer(config) for _ in range(config.layers)], costs="SAGE"
+)

@@ -97,6 +97,11 @@ class LayerContext:
         """Rows this rank owns after the layer."""
         return self._compiled.num_dst
 
+    @property
+    def nodes_after(self) -> Tensor:
+        """The nodes, int64 `[n_dst]`, whose rows this rank owns after the layer."""
+        return self.destinations(self._compiled.sources)
+
     def destinations(self, x: Tensor) -> Tensor:
         """The rows of `x [n_src, ...]` that live on after the layer, `[n_dst, ...]`."""
         rows = self._compiled.destinations
