@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from gtx.batches import BatchPlanner
+from gtx.budget import with_footprints
 from gtx.calibrate import calibrate, probe_links
 from gtx.config import Config
 from gtx.fit import Fit, Observation, fit, observe, with_held_out
@@ -109,6 +110,7 @@ class Scheduled(Pilot):
         if world.rank == 0:
             try:
                 workload = count_workload(graph, batches.step(0), shape)
+                workload = with_footprints(config, workload, topology.smallest_memory, world.size)
                 config = pick_engine(config, workload, topology)
                 self.engine = engine_of(config)
                 searching = time.perf_counter()

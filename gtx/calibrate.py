@@ -31,7 +31,7 @@ from gtx.parallel.world import World, solo
 from gtx.partition import partition
 from gtx.session import attention_backend, joined, load_partitioned, silent
 from gtx.workload import model_shape
-from monitor import PhaseTimer, current_memory_bytes
+from monitor import PhaseTimer, current_memory_bytes, host_memory_bytes
 from scheduler.cost import destination_flops, edge_bytes, row_bytes, source_flops
 from scheduler.plan import fixed_plan
 from scheduler.topology import FREE, Device, Link, Topology
@@ -133,7 +133,7 @@ def _device(config: Config, world: World, shape: ModelShape, rows: int, message_
         visit_s=sum(tiny.values()) / shape.layers,
         row_backward=min(max(spent("backward", plain, tiny) / row_s, 1.0), 4.0),
         edge_backward=min(max(spent("backward", edged, plain) / edge_s, 1.0), 5.0),
-        memory_bytes=_memory_bytes(world),
+        memory_bytes=memory_of_rank(world),
         resident_bytes=float(current_memory_bytes(str(world.device)) or 0),
     )
 
@@ -238,13 +238,12 @@ def _host_bytes_per_s(world: World) -> float:
     return 4.0 * x.numel() / _timed(lambda: y.copy_(x), world.device)
 
 
-def _memory_bytes(world: World) -> float:
-    """Memory a rank may use: the device's, or an equal share of the host's for each of its ranks."""
+def memory_of_rank(world: World) -> float:
+    """Bytes a rank may use: the device's, or an equal share of the host's for each of its ranks."""
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.size)))
-    return total / max(local, 1)
+    return (host_memory_bytes() or FREE) / max(local, 1)
 
 
 def _timed(run: Callable[[], object], device: torch.device = torch.device("cpu")) -> float:  # noqa: B008

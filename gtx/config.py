@@ -204,9 +204,9 @@ PlanMode = Literal["graph", "model", "pipeline", "data"]
 class PlanConfig(_Section):
     """mode: one family for all partitions, `mixed`, `auto` (searched once) or `adaptive` (watched all along).
 
-    file: a plan in JSON instead; with adaptive the one to start under. For auto and adaptive:
-    allow: modes that may be used. pin: partition -> mode.
-    memory_limit_gib: what a rank may use, the device's memory if null. topology: a file of `launch.py calibrate`;
+    file: a plan in JSON instead; with adaptive the one to start under.
+    memory_limit_gib: what a rank may use, the device's memory if null. For auto and adaptive:
+    allow: modes that may be used. pin: partition -> mode. topology: a file of `launch.py calibrate`;
     measured at the start if null. groups: sizes of groups, any divisor of the world size if null.
     """
 
@@ -409,10 +409,10 @@ class Config(_Section):
         """A line for every setting that was given and does nothing beside the others."""
         lines = []
         if self.plan.file is not None and not self.plan.searched:
-            given = sorted(self.plan.model_fields_set - {"file"})
+            given = sorted(self.plan.model_fields_set - {"file", "memory_limit_gib"})
             lines += [f"plan.{key} has no effect: plan.file {self.plan.file} decides" for key in given]
         elif not self.plan.searched:
-            given = sorted(self.plan.model_fields_set & {"allow", "pin", "memory_limit_gib", "topology", "groups"})
+            given = sorted(self.plan.model_fields_set & {"allow", "pin", "topology", "groups"})
             lines += [f"plan.{key} has no effect: plan.mode is {self.plan.mode}, not auto or adaptive" for key in given]
         if not self.plan.searched:
             given = sorted(self.scheduler.model_fields_set)

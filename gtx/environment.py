@@ -5,7 +5,6 @@ Not here: the report they go into (`report.py`) and what is measured (`monitor/`
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import torch
 from gtx import __version__
 from gtx.config import Config
 from gtx.parallel.world import World
+from monitor import host_memory_bytes
 
 
 def exactness(config: Config) -> str:
@@ -70,7 +70,6 @@ def device_facts(world: World) -> dict[str, Any]:
             name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
         except OSError:
             pass
-        if hasattr(os, "sysconf"):
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = host_memory_bytes()
     host = socket.gethostname()
     return {"rank": world.rank, "kind": world.device.type, "name": name, "host": host, "memory_bytes": memory}

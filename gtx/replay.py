@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gtx.adapt import watching
+from gtx.budget import with_footprints
 from gtx.config import load_config
 from gtx.report import load_report
 from gtx.session import load_partitioned
@@ -37,8 +38,9 @@ def replay_run(run_dir: Path, overrides: Sequence[str] = (), console: Console | 
     if watch is None:
         raise ValueError(f"{run_dir} has no windows to replay: give a run of plan.mode=adaptive")
     config = load_config(run_dir / "config.yaml", overrides)
-    workload, _ = workload_of(config, load_partitioned(config).partitioned)
     topology = topology_from_json(json.dumps({**block["topology"], "format": FORMAT}))
+    workload, _ = workload_of(config, load_partitioned(config).partitioned)
+    workload = with_footprints(config, workload, topology.smallest_memory, topology.world_size)
     plans = [from_json(path.read_text(encoding="utf-8")) for path in sorted(run_dir.glob("plan-*.json"))]
     begun = [plan for plan in plans if plan.fingerprint == watch["plan"]]
     if not begun:

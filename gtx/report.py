@@ -269,7 +269,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(_phases_table(report["measured"]))
     if any(entry["exchanges"] for entry in report["measured"]["ranks"]):
         console.print(_exchanges_table(report["measured"]))
-    console.print(_ranks_table(report["measured"]))
+    memory = report["plan"].get("memory", {})
+    console.print(_ranks_table(report["measured"], memory.get("predicted_bytes", [])))
     for table in _scheduler_tables(report["scheduler"] or {}):
         console.print(table)
     for evaluation in report["evaluations"]:
@@ -453,14 +454,17 @@ def _exchanges_table(measured: Mapping[str, Any]) -> Table:
     return table
 
 
-def _ranks_table(measured: Mapping[str, Any]) -> Table:
-    table = _table("work and memory", "rank", "rows a step", "edges a step", "peak memory", "as")
+def _ranks_table(measured: Mapping[str, Any], predicted: Sequence[int]) -> Table:
+    """predicted: peaks by rank, `[]` if there are none; those of a step, while evaluations count in measured ones."""
+    columns = ("rank", "rows a step", "edges a step", *(("predicted",) if predicted else ()), "peak memory", "as")
+    table = _table("work and memory", *columns)
     table.columns[-1].justify = "left"
     for entry in measured["ranks"][:_MAX_ROWS]:
         table.add_row(
             str(entry["rank"]),
             f"{entry['rows_computed'] / entry['num_steps']:,.0f}",
             f"{entry['edges_computed'] / entry['num_steps']:,.0f}",
+            *((bytes_text(predicted[entry["rank"]]),) if predicted else ()),
             bytes_text(entry["peak_memory_bytes"]),
             entry["memory_source"],
         )

@@ -5,12 +5,14 @@ Not here: the strategy report of a run that was (`report.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from gtx.adapt import engine_of, find_plan, limits_of, pick_engine, read_topology
+from gtx.budget import check, cpu_slack, limit_of, with_footprints
 from gtx.calibrate import calibrate
 from gtx.config import Config
 from gtx.parallel.world import solo
@@ -18,9 +20,10 @@ from gtx.partition import PartitionedGraph
 from gtx.session import load_partitioned, tell_graph
 from gtx.train import make_plan
 from gtx.workload import workload_of
+from monitor import current_memory_bytes
 from scheduler.cost import Estimate, estimate
 from scheduler.plan import Plan
-from scheduler.search import Found, search
+from scheduler.search import Found, search, size_text
 from scheduler.topology import Topology
 
 _COLUMNS = (("step", "ms"), ("busiest", "ms"), ("waiting", "ms"), ("sent", "MiB"), ("memory", "MiB"))
@@ -60,12 +63,30 @@ def show_plan(
     if topology is None and not config.plan.searched:
         plan = make_plan(config, graph, world_size)
         console.print(_placements(plan, graph))
+        _memory(config, graph, plan, console)
     else:
         plan = _predict(config, graph, topology, world_size, console)
     console.print(f"plan {plan.fingerprint}")
     if out is not None:
         out.write_text(plan.to_json(), encoding="utf-8")
         console.print(f"written to {out}; pass it as plan.file={out}", soft_wrap=True)
+
+
+def _memory(config: Config, graph: PartitionedGraph, plan: Plan, console: Console) -> None:
+    """What a step would take on each rank of this host, as if all had in use what this process has.
+
+    Raises ValueError with remedies if that is more than the limit.
+    """
+    workload, _ = workload_of(config, graph)
+    world = replace(solo(), size=plan.world_size)
+    limit, why = limit_of(config, world)
+    workload = with_footprints(config, workload, limit, plan.world_size, (plan.checkpointing,))
+    resident = (float(current_memory_bytes("cpu") or 0),) * plan.world_size
+    budget = check(config, workload, plan, resident, limit, why, cpu_slack())
+    shown = ", ".join(size_text(peak) for peak in budget.peaks)
+    console.print(
+        f"memory of a step by rank: {shown}; limit {size_text(limit)} ({why})", highlight=False, soft_wrap=True
+    )
 
 
 def _placements(plan: Plan, graph: PartitionedGraph) -> Table:
@@ -93,6 +114,7 @@ def _predict(
         rows = graph.graph.num_nodes // world_size
         topology = calibrate(config, solo(), shape, "launch.py plan", rows).resized(world_size)
         console.print("machine: one rank of this one was measured, the others are taken to be like it")
+    workload = with_footprints(config, workload, topology.smallest_memory, world_size)
     config = pick_engine(config, workload, topology) if config.plan.searched else config
     engine, limits = engine_of(config), limits_of(config)
     if config.plan.searched:

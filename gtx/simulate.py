@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gtx.adapt import engine_of, find_plan, limits_of, pick_engine, read_topology, rules_of
+from gtx.budget import with_footprints
 from gtx.config import Config
 from gtx.session import load_partitioned, tell_graph
 from gtx.workload import workload_of
@@ -54,6 +55,7 @@ def simulate(
     tell_graph(loaded, lambda line: console.print(line, soft_wrap=True, highlight=False))
     graph = loaded.partitioned
     workload, _ = workload_of(config, graph)
+    workload = with_footprints(config, workload, topology.smallest_memory, devices)
     config = pick_engine(config, workload, topology)
     engine, limits = engine_of(config), limits_of(config)
     found = find_plan(config, workload, topology, engine, limits)

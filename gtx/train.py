@@ -15,6 +15,7 @@ import torch
 
 from gtx.adapt import Pilot, Scheduled, given_plan, read_plan
 from gtx.batches import BatchPlanner
+from gtx.budget import predict
 from gtx.checkpoint import changes, check_fits
 from gtx.config import Config
 from gtx.engine import DTYPES, make_engine
@@ -105,6 +106,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str, resume: Path | 
         if isinstance(pilot, Scheduled):
             config = pilot.config  # with the engine that was picked
         engine = make_engine(model, config.engine, world, num_steps, loud, state)
+        budget = None if config.plan.searched else predict(config, world, graph, batches, shape, pilot.plan)
         timer = PhaseTimer()
         executor = Executor(
             engine, graph, world, timer, seed=config.seed, num_heads=config.model.heads, backend=backend
@@ -173,6 +175,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str, resume: Path | 
                 "checkpointing": plan.checkpointing,
                 "micro_batches_per_wave": plan.micro_batches_per_wave,
                 "waves_per_round": plan.waves_per_round,
+                **({} if budget is None else {"memory": budget.report()}),
             },
             steps=run.records,
             evaluations=run.evaluations,

@@ -3,7 +3,14 @@
 Knows nothing above it: no plan, no process group. To see all ranks it is handed a `gather`.
 """
 
-from monitor.memory import current_memory_bytes, device_utilisation, memory_source, peak_memory_bytes, reset_peak_memory
+from monitor.memory import (
+    current_memory_bytes,
+    device_utilisation,
+    host_memory_bytes,
+    memory_source,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
 from monitor.records import (
     EXCHANGE_KINDS,
     PHASES,
@@ -39,6 +46,7 @@ __all__ = [
     "device_utilisation",
     "gather_steps",
     "gathering_s",
+    "host_memory_bytes",
     "json_number",
     "memory_source",
     "peak_memory_bytes",

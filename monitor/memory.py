@@ -15,6 +15,7 @@ from pathlib import Path
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def peak_memory_bytes(device: str) -> int:
@@ -37,6 +38,21 @@ def current_memory_bytes(device: str) -> int | None:
 
         return int(torch.cuda.memory_allocated(device))
     return _status_bytes("VmRSS")
+
+
+def host_memory_bytes() -> int | None:
+    """This host's memory, or what its control group allows if that is less; None where the system does not tell."""
+    known = []
+    if hasattr(os, "sysconf"):
+        known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in CGROUP_LIMITS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max" where there is no limit
+            known.append(int(text))
+    return min(known, default=None)
 
 
 def reset_peak_memory(device: str) -> bool:

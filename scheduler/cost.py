@@ -384,17 +384,37 @@ def optimizer_s(parameters: int, topology: Topology, engine: Engine) -> float:
     return seconds
 
 
-def memory_bytes(plan: Plan, workload: Workload, placed: Loads, topology: Topology, engine: Engine) -> Array:
-    """Peak bytes of each rank `[P]`: what was there before, states, `held` times the fullest round's activations."""
+def round_bytes(plan: Plan, workload: Workload, placed: Loads) -> Array:
+    """Peak bytes of the activations of a step on each rank `[P]`.
+
+    What the waves of the fullest round hold for backward, and what is live besides in one layer. From the model's
+    footprint where it was measured, with `2 b C` for a row of another rank; else from `activation_bytes`. Of what a
+    layer holds a row, up to `4 b C` belong to the row before it (itself, its norm, K and V), the rest to the one after.
+    """
     model = workload.model
-    held = activation_bytes(model, placed.src_rows, placed.halo_rows, plan.checkpointing).sum(axis=1)  # [W, P]
-    live = activation_bytes(model, placed.src_rows, placed.halo_rows, "none").max(axis=1)
-    if plan.checkpointing == "layer":
-        held = held + live
-    per_round = [held[list(waves)].sum(axis=0) for waves in plan.rounds(held.shape[0])]
-    states = state_bytes(model.parameters, engine.zero_stage, plan.world_size, engine.offload)
+    measured = model.footprint(plan.checkpointing)
+    rows, halo = placed.src_rows, placed.halo_rows  # [W, L, P]
+    if measured is None:
+        held = activation_bytes(model, rows, halo, plan.checkpointing).sum(axis=1)  # [W, P]
+        live = activation_bytes(model, rows, halo, "none").max(axis=1) * float(plan.checkpointing == "layer")
+    else:
+        received = 2.0 * model.bytes_per_element * model.width * halo
+        before = min(measured.held_row, 4.0 * model.bytes_per_element * model.width)
+        after = measured.held_row - before
+        held = before * rows + after * placed.dst_rows + measured.held_edge * placed.edges + received
+        held = held.sum(axis=1)
+        held = held + model.bytes_per_element * model.num_inputs * rows[:, 0]
+        live = (measured.live_row * rows + measured.live_edge * placed.edges).max(axis=1)
+    each = [held[list(waves)].sum(axis=0) + live[list(waves)].max(axis=0) for waves in plan.rounds(held.shape[0])]
+    peak: Array = np.max(each, axis=0)
+    return peak
+
+
+def memory_bytes(plan: Plan, workload: Workload, placed: Loads, topology: Topology, engine: Engine) -> Array:
+    """Peak bytes of each rank `[P]`: what was there before, states, `held` times the step's activations."""
+    states = state_bytes(workload.model.parameters, engine.zero_stage, plan.world_size, engine.offload)
     resident = np.array([device.resident_bytes for device in topology.devices])
-    peak: Array = topology.held * np.max(per_round, axis=0) + states + resident
+    peak: Array = topology.held * round_bytes(plan, workload, placed) + states + resident
     return peak
 
 

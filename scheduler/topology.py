@@ -106,6 +106,11 @@ class Topology:
     def world_size(self) -> int:
         return len(self.devices)
 
+    @property
+    def smallest_memory(self) -> float:
+        """Bytes that every device has."""
+        return min(device.memory_bytes for device in self.devices)
+
     @cached_property
     def rates(self) -> Rates:
         return Rates(**{f.name: np.array([getattr(d, f.name) for d in self.devices]) for f in fields(Rates)})

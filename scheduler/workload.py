@@ -22,11 +22,27 @@ ROW_WORK = 8.0  # edges that cost about as much as the row-wise work of one row;
 
 
 @dataclass(frozen=True)
+class Footprint:
+    """Bytes of activations that a model takes under a kind of checkpointing, as steps of it were measured.
+
+    held_row, held_edge: what a layer keeps from forward to backward, a row before it and an edge. live_row, live_edge:
+    what is there besides at the fullest moment, whatever the number of layers.
+    """
+
+    checkpointing: str
+    held_row: float
+    held_edge: float
+    live_row: float
+    live_edge: float
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What the cost formulas need to know of the model.
 
     kind: the model's name. bytes_per_element: of activations. parameters: of the whole model. extra_inputs: columns
-    that a node brings beside its features, such as positional encodings.
+    that a node brings beside its features, such as positional encodings. footprints: measured, of some kinds of
+    checkpointing; a formula stands in for the others.
     """
 
     kind: str
@@ -39,6 +55,11 @@ class ModelShape:
     parameters: int
     bytes_per_element: int = 4
     extra_inputs: int = 0
+    footprints: tuple[Footprint, ...] = ()
+
+    def footprint(self, checkpointing: str) -> Footprint | None:
+        """What was measured under that kind of checkpointing, if it was."""
+        return next((f for f in self.footprints if f.checkpointing == checkpointing), None)
 
     @property
     def num_inputs(self) -> int:
