@@ -174,7 +174,9 @@ def from_json(text: str) -> Plan:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the plan is not JSON: {error}") from None
+        raise ValueError(
+            f"the plan is not JSON: {error}; mend it there, or have launch.py plan --out write one anew"
+        ) from None
     if not isinstance(data, dict):
         raise ValueError(f"the plan is a JSON {type(data).__name__}; it must be an object")
     return from_dict(data)

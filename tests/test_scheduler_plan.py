@@ -6,6 +6,7 @@ Not here: that a plan does not change a result (`test_gtx_parallel_equal.py`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -227,7 +228,7 @@ def test_a_wrong_plan_file_is_one_line(data: dict[str, Any], start: str) -> None
 
 
 def test_text_that_is_no_plan_is_one_line() -> None:
-    assert refusal(lambda: from_json("{")).startswith("the plan is not JSON: ")
+    assert re.fullmatch(r"the plan is not JSON: .*line 1 column 2.*; mend it there, or .* anew", refusal(lambda: from_json("{")))
     assert refusal(lambda: from_json("[]")) == "the plan is a JSON list; it must be an object"
 
 
