@@ -228,7 +228,9 @@ def test_a_wrong_plan_file_is_one_line(data: dict[str, Any], start: str) -> None
 
 
 def test_text_that_is_no_plan_is_one_line() -> None:
-    assert re.fullmatch(r"the plan is not JSON: .*line 1 column 2.*; mend it there, or .* anew", refusal(lambda: from_json("{")))
+    assert re.fullmatch(
+        r"the plan is not JSON: .*line 1 column 2.*; mend it there, or .* anew", refusal(lambda: from_json("{"))
+    )
     assert refusal(lambda: from_json("[]")) == "the plan is a JSON list; it must be an object"
 
 
