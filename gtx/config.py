@@ -121,7 +121,7 @@ class ModelConfig(_Section):
     ffn_width: Positive | None = None
     dropout: Probability = 0.0
     input_dropout: Probability = 0.0
-    backend: Literal["auto", "reference", "torch", "cpu"] = "auto"
+    backend: Literal["auto", "reference", "torch", "cpu", "triton"] = "auto"
     encodings: EncodingsConfig = EncodingsConfig()
     options: dict[str, Any] = {}
 
