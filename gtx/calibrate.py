@@ -154,7 +154,7 @@ def _phases(config: Config, world: World, shape: ModelShape, rows: int, degree: 
     precision = config.engine.precision if config.engine.precision == "float64" else "float32"
     engine = TorchEngine(model, EngineConfig(name="torch", precision=precision), here, 1)
     timer = PhaseTimer(synchronize=torch.cuda.synchronize if world.device.type == "cuda" else None)
-    backend = attention_backend(config, world.device, engine.dtype, print if world.rank == 0 else silent)
+    backend = attention_backend(config, world, engine.dtype, print if world.rank == 0 else silent, cut)
     executor = Executor(engine, cut, here, timer, seed=0, num_heads=config.model.heads, backend=backend)
     batch = BatchPlanner(cut, BatchConfig(), SamplingConfig(), shape.layers, 0).step(0)
     compiled = Compiler(cut, plan, here, config.model.heads, np.zeros(1, dtype=np.int64)).compile(batch)

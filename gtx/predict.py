@@ -56,7 +56,7 @@ def predict(config: Config, checkpoint: Path, say: Say) -> pd.DataFrame | None:
         plain = config.engine.model_copy(
             update={"name": "torch", "zero_stage": 0, "offload_optimizer": "none", "precision": "float32"}
         )
-        backend = attention_backend(config, world.device, DTYPES[plain.precision], loud)
+        backend = attention_backend(config, world, DTYPES[plain.precision], loud, graph)
         torch.manual_seed(config.seed)
         model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
         engine = make_engine(model, plain, world, 1, loud, state)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gtx.checkpoint import EngineState, Progress, find_checkpoint, read_checkpoint
@@ -25,7 +26,7 @@ from gtx.node_inputs import load_inputs, load_or_make
 from gtx.orders import BLOCK, NEAR
 from gtx.parallel.world import World, join_world, launched_ranks, leave_world
 from gtx.partition import PartitionedGraph, PartitionFacts, load, load_or_partition
-from sparse_engine import resolve_backend
+from sparse_engine import SparsePattern, auto_backends, fastest_backend, resolve_backend
 
 Say = Callable[[str], None]
 
@@ -164,13 +165,49 @@ def _folders(graph: PartitionedGraph) -> tuple[Path, tuple[Path, ...], tuple[Pat
     return graph.folder, tuple(filter(None, lists)), tuple(filter(None, inputs))
 
 
-def attention_backend(config: Config, device: torch.device, dtype: torch.dtype, say: Say) -> str:
-    """The attention code that the config means on this machine; that it is the slow one is said in a line."""
+def attention_backend(config: Config, world: World, dtype: torch.dtype, say: Say, graph: PartitionedGraph) -> str:
+    """The attention code that the config means on this machine; that it is the slow one is said in a line.
+
+    A collective where `auto` has a choice, as on GPUs: rank 0 measures what all ranks can run on some rows of `graph`,
+    and all take what it found. Steps measure nothing.
+
+    Raises ValueError with one line if the backend that the config names cannot run.
+    """
+    asked = config.model
     with warnings.catch_warnings(record=True) as warned:
-        backend = resolve_backend(config.model.backend, device, dtype)
+        warnings.simplefilter("always")
+        backend = resolve_backend(asked.backend, world.device, dtype)
+        if asked.backend == "auto" and world.device.type != "cpu" and asked.name not in _WITHOUT_ATTENTION:
+            backend = _agreed_backend(config, world, dtype, say, graph)
     for warning in warned:
         say(f"note: {warning.message}")
     return backend
+
+
+def _agreed_backend(config: Config, world: World, dtype: torch.dtype, say: Say, graph: PartitionedGraph) -> str:
+    offered = world.gather_facts(auto_backends(world.device, dtype))
+    common = [name for name in offered[0] if all(name in names for names in offered)]  # torch runs everywhere
+    fastest = common[0]
+    if len(common) > 1:
+        if world.rank == 0:
+            head_dim = config.model.width // config.model.heads
+            pattern = some_rows(graph.graph, _TRIED_EDGES).to(world.device)
+            fastest = fastest_backend(pattern, config.model.heads, head_dim, dtype, common)
+        fastest = world.from_first(fastest)
+    say(f"attention by {fastest}" + (f", the fastest of {', '.join(common)}" if len(common) > 1 else ""))
+    return fastest
+
+
+_WITHOUT_ATTENTION = ("GPS", "GCN", "SAGE", "MLP")  # over edges: GPS has its own, over all nodes
+_TRIED_EDGES = 2**21  # enough that a launch costs nothing beside them
+
+
+def some_rows(graph: Graph, num_edges: int) -> SparsePattern:
+    """The first rows of a graph that hold at most `num_edges` edges, at least one row, over the columns they name."""
+    num_rows = max(1, int(np.searchsorted(graph.indptr, num_edges, side="right")) - 1)
+    indptr = torch.from_numpy(np.array(graph.indptr[: num_rows + 1], dtype=np.int64))
+    columns, indices = np.unique(np.asarray(graph.indices[: int(indptr[-1])]), return_inverse=True)
+    return SparsePattern(indptr, torch.from_numpy(indices.astype(np.int64)), max(1, len(columns)))
 
 
 def tell_graph(loaded: Loaded, say: Say, *, order: bool = False) -> None:

@@ -83,7 +83,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str, resume: Path | 
         loaded = load_partitioned(config, world, inputs=True)
         graph = loaded.partitioned
         tell_graph(loaded, loud)
-        backend = attention_backend(config, world.device, DTYPES[config.engine.precision], loud)
+        backend = attention_backend(config, world, DTYPES[config.engine.precision], loud, graph)
         batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
         num_steps = config.train.steps or (config.train.epochs or 0) * batches.steps_per_epoch
         first_step = 0

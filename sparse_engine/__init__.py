@@ -4,7 +4,7 @@ Knows tensors and no ranks; imports nothing of the project outside itself.
 """
 
 from sparse_engine.aggregate import aggregate
-from sparse_engine.attention import BACKENDS, resolve_backend, sparse_attention
+from sparse_engine.attention import BACKENDS, auto_backends, fastest_backend, resolve_backend, sparse_attention
 from sparse_engine.keyed import (
     PURPOSE_DROPOUT,
     PURPOSE_FEATURES,
@@ -39,6 +39,8 @@ __all__ = [
     "SparsePattern",
     "Visited",
     "aggregate",
+    "auto_backends",
+    "fastest_backend",
     "keyed_dropout",
     "keyed_permutation",
     "keys",

@@ -1,13 +1,18 @@
 """Sparse attention: one signature, several backends. Checks the inputs and picks who computes.
 
-The arithmetic is in `reference.py` (dense, the definition of right), `torch_backend.py` (any device) and
-`cpu_backend.py` (fused, on a CPU). Shape letters: `N` queries, `M` keys, `E` edges, `H` heads, `d` head dim.
+The arithmetic is in `reference.py` (dense, the definition of right), `torch_backend.py` (any device),
+`cpu_backend.py` (fused, on a CPU) and `triton_backend.py` (fused, on a GPU). Shape letters: `N` queries, `M` keys,
+`E` edges, `H` heads, `d` head dim.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +23,48 @@ from sparse_engine.native import NativeError, library
 from sparse_engine.pattern import SparsePattern
 from sparse_engine.reference import reference_attention
 from sparse_engine.torch_backend import torch_attention
+from sparse_engine.triton_backend import DTYPES as TRITON_DTYPES
+from sparse_engine.triton_backend import interpreted, triton_attention
+from sparse_engine.triton_backend import missing as triton_missing
 
-BACKENDS = ("reference", "torch", "cpu")
-_RUN = {"reference": reference_attention, "torch": torch_attention, "cpu": cpu_attention}
+BACKENDS = ("reference", "torch", "cpu", "triton")
+_RUN: dict[str, Callable[..., Tensor]] = {
+    "reference": reference_attention,
+    "torch": torch_attention,
+    "cpu": cpu_attention,
+    "triton": triton_attention,
+}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """The backend that `name` stands for: itself if it can run.
+_REPEATS = 3  # of a backend that is timed
+_fastest: dict[tuple[Any, ...], str] = {}
+"""The backend that was measured fastest in this process, by what `fastest_backend` says."""
 
-    `"auto"` is `"cpu"` on a CPU, which compiles its code at first use; `"torch"` elsewhere, for fp16, and without a C++
-    compiler, which is warned of once.
+
+def auto_backends(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The backends that `"auto"` may take, the likely fastest first.
+
+    On a CPU that is `"cpu"`, which compiles its code at first use, or `"torch"` for fp16 and without a C++ compiler,
+    which is warned of once. On a GPU it is `"triton"`, where it can run, and `"torch"`.
+
+    Raises:
+        ValueError: if no backend runs `dtype`.
+
+    Example:
+
+        >>> auto_backends("cpu", torch.float16)
+        ('torch',)
+    """
+    device = torch.device(device)
+    _check_dtype(device, dtype)
+    if device.type == "cpu":
+        return ("cpu",) if dtype in CPU_DTYPES and _compiles() else ("torch",)
+    return ("triton", "torch") if dtype in TRITON_DTYPES and _on_gpu(str(device)) else ("torch",)
+
+
+def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """The backend that `name` stands for: itself if it can run, the first of `auto_backends` for `"auto"`.
 
     Raises:
         ValueError: if there is no such backend or it cannot run `dtype` on `device`.
@@ -38,26 +74,106 @@ def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -
         >>> resolve_backend("auto", "cpu", torch.float32)
         'cpu'
     """
-    if dtype not in _DTYPES:
-        raise ValueError(
-            f"no attention backend runs {dtype} on {torch.device(device)}; available are {', '.join(BACKENDS)} with "
-            f"{', '.join(str(known) for known in _DTYPES)}"
-        )
-    suits_cpu = torch.device(device).type == "cpu" and dtype in CPU_DTYPES
     if name == "auto":
-        return "cpu" if suits_cpu and _compiles() else "torch"
+        return auto_backends(device, dtype)[0]
+    device = torch.device(device)
+    _check_dtype(device, dtype)
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r} is unknown; available are auto, {', '.join(BACKENDS)}")
     if name == "cpu":
-        if not suits_cpu:
+        if device.type != "cpu" or dtype not in CPU_DTYPES:
             known = ", ".join(map(str, CPU_DTYPES))
-            raise ValueError(
-                f"attention backend 'cpu' runs {known} on a CPU, not {dtype} on {torch.device(device)}; use 'torch'"
-            )
+            raise ValueError(f"attention backend 'cpu' runs {known} on a CPU, not {dtype} on {device}; use 'torch'")
         missing = _missing()
         if missing:
             raise ValueError(f"attention backend 'cpu': {missing}")
+    if name == "triton":
+        if dtype not in TRITON_DTYPES:
+            known = ", ".join(map(str, TRITON_DTYPES))
+            raise ValueError(f"attention backend 'triton' runs {known}, not {dtype}; use 'torch'")
+        missing = _triton_missing(str(device))
+        if missing:
+            raise ValueError(f"attention backend 'triton' {missing}")
     return name
+
+
+def _check_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"no attention backend runs {dtype} on {device}; available are {', '.join(BACKENDS)} with "
+            f"{', '.join(str(known) for known in _DTYPES)}"
+        )
+
+
+def fastest_backend(pattern: SparsePattern, heads: int, dim: int, dtype: torch.dtype, names: Sequence[str]) -> str:
+    """The one of `names` that takes least for forward and backward over this pattern; measured once in a process.
+
+    What was found holds for the same names, heads, head dim, dtype and device and numbers of rows, columns and edges
+    that round up to the same power of two, so that fresh samples of a graph are not measured anew. A backend that
+    fails, as when its memory does not suffice, is warned of and not taken.
+
+    Raises:
+        RuntimeError: what the last backend raised, if all fail.
+
+    Example:
+
+        >>> pattern = SparsePattern(torch.tensor([0, 1]), torch.tensor([0]), num_cols=1)
+        >>> fastest_backend(pattern, heads=1, dim=4, dtype=torch.float32, names=["torch"])
+        'torch'
+    """
+    if len(names) == 1 or pattern.num_edges == 0:
+        return names[0]
+    sizes = tuple(size.bit_length() for size in (pattern.num_rows - 1, pattern.num_cols - 1, pattern.num_edges - 1))
+    key = (*names, heads, dim, dtype, str(pattern.device), *sizes)
+    if key not in _fastest:
+        taken = {}
+        for name in names:
+            try:
+                taken[name] = _seconds(pattern, heads, dim, dtype, name)
+            except RuntimeError as error:  # also of a GPU's memory, and of Triton's compiler
+                if len(names) == len(taken) + 1 and not any(map(math.isfinite, taken.values())):
+                    raise
+                taken[name] = math.inf
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                warnings.warn(f"attention backend {name!r} failed and is not taken: {reason}", stacklevel=3)
+        _fastest[key] = min(taken, key=lambda name: taken[name])
+    return _fastest[key]
+
+
+def _seconds(pattern: SparsePattern, heads: int, dim: int, dtype: torch.dtype, name: str) -> float:
+    """Least seconds of some repetitions of forward and backward, after one that compiles."""
+    rows = (pattern.num_rows, pattern.num_cols, pattern.num_cols)
+    generator = torch.Generator(pattern.device).manual_seed(0)  # the caller's draws stay as they are
+    q, k, v = (
+        torch.randn(n, heads, dim, dtype=dtype, device=pattern.device, generator=generator).requires_grad_()
+        for n in rows
+    )
+    times = []
+    for _ in range(1 + _REPEATS):
+        _wait(pattern.device)
+        begin = perf_counter()
+        with torch.enable_grad():
+            out = _RUN[name](q, k, v, pattern, None, dim**-0.5)
+            torch.autograd.grad(out, (q, k, v), out.detach())
+        _wait(pattern.device)
+        times.append(perf_counter() - begin)
+    return min(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.compiler.assume_constant_result
+def _triton_missing(device: str) -> str:
+    return triton_missing(torch.device(device))
+
+
+@torch.compiler.assume_constant_result
+def _on_gpu(device: str) -> bool:
+    """Whether the Triton kernels can run there, compiled: the interpreter is for tests."""
+    return not triton_missing(torch.device(device)) and not interpreted()
 
 
 @torch.compiler.assume_constant_result
@@ -107,11 +223,12 @@ def sparse_attention(
         pattern: `N x M`.
         edge_bias: added to the logits, `[E, H]` or `[E]` (one for all heads), any floating dtype; differentiable.
         scale: default `d ** -0.5`.
-        backend: `"auto"` or one of `BACKENDS`.
+        backend: `"auto"` or one of `BACKENDS`. Where `"auto"` may take several, as on a GPU, it takes what
+            `fastest_backend` measures, or while a graph is traced or captured the first of `auto_backends`.
 
     Returns:
         `[N, H, d]` in the dtype of `q`; gradients for `q`, `k`, `v` and `edge_bias`. Half types are computed in
-        float32 by the backends `torch` and `cpu`.
+        float32 by all backends but `reference`.
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not match, or a backend that cannot run.
@@ -124,8 +241,18 @@ def sparse_attention(
         [3.0, 0.0]
     """
     _check_inputs(q, k, v, pattern, edge_bias)
-    attend = _RUN[resolve_backend(backend, q.device, q.dtype)]
-    return attend(q, k, v, pattern, edge_bias, q.shape[-1] ** -0.5 if scale is None else scale)
+    return _RUN[_picked(backend, q, pattern)](
+        q, k, v, pattern, edge_bias, q.shape[-1] ** -0.5 if scale is None else scale
+    )
+
+
+def _picked(name: str, q: Tensor, pattern: SparsePattern) -> str:
+    if name != "auto" or q.device.type == "cpu" or torch.compiler.is_compiling():
+        return resolve_backend(name, q.device, q.dtype)
+    names = auto_backends(q.device, q.dtype)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return names[0]
+    return fastest_backend(pattern, q.shape[1], q.shape[2], q.dtype, names)
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, pattern: SparsePattern, edge_bias: Tensor | None) -> None:

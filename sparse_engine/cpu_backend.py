@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from sparse_engine.native import library
-from sparse_engine.pattern import SparsePattern
+from sparse_engine.pattern import SparsePattern, recall, remember
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 _LANES = 16  # of the widest vectors: what rows are padded to is the same on every CPU
@@ -45,16 +44,12 @@ class _Gradients(ctypes.Structure):
     ]
 
 
-_patterns: WeakValueDictionary[tuple[int, int], SparsePattern] = WeakValueDictionary()
-"""Patterns in use by where their indices lie, so that the backward operator finds the transposed one again."""
-
-
 def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: SparsePattern, edge_bias: Tensor | None, scale: float
 ) -> Tensor:
     """See `attention.sparse_attention`, which checks the inputs."""
     if not torch.compiler.is_compiling():  # while a graph is traced nothing lies anywhere: backward transposes anew
-        _patterns[(pattern.indices.data_ptr(), pattern.num_edges)] = pattern
+        remember(pattern)
     heads, dim = q.shape[1:]
     wide = _padded(heads, dim)
     if wide != dim:
@@ -69,13 +64,6 @@ def _padded(heads: int, dim: int) -> int:
         if dim <= _LANES // shared and heads % shared == 0:
             return _LANES // shared
     return -(-dim // _LANES) * _LANES
-
-
-def _transposed(indptr: Tensor, indices: Tensor, num_cols: int) -> tuple[SparsePattern, Tensor]:
-    known = _patterns.get((indices.data_ptr(), indices.numel()))
-    if known is None or known.num_cols != num_cols or known.indptr.data_ptr() != indptr.data_ptr():
-        known = SparsePattern(indptr, indices, num_cols)
-    return known.transpose()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -166,7 +154,7 @@ def _backward(
     lines = q.new_empty(q.shape[0], -(-3 * q.shape[1] // _LANES) * _LANES, dtype=work)
     by_source: tuple[SparsePattern, Tensor] | None = None
     if wanted[1] or wanted[2]:
-        by_source = _transposed(indptr, indices, k.shape[0])
+        by_source = recall(indptr, indices, k.shape[0]).transpose()
     pointers = [x.data_ptr() if want else None for x, want in zip(made, wanted, strict=True)]
     inputs = _describe(q, k, v, indptr, indices, bias, scale)
     columns, order = (None, None) if by_source is None else by_source

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -172,6 +173,26 @@ class SparsePattern:
                 f"{int(self.indptr[row + 1])}; it must be a running sum of degrees"
             )
         _check_ids("SparsePattern.indices", self.indices, self.num_cols, "num_cols")
+
+
+_known: WeakValueDictionary[tuple[int, int], SparsePattern] = WeakValueDictionary()
+"""Patterns in use by where their indices lie."""
+
+
+def remember(pattern: SparsePattern) -> None:
+    """Let `recall` find a pattern while it lives, and with it what was computed for it once.
+
+    Operators of `torch.library` take tensors only. Not to be called while a graph is traced: nothing lies anywhere.
+    """
+    _known[(pattern.indices.data_ptr(), pattern.num_edges)] = pattern
+
+
+def recall(indptr: Tensor, indices: Tensor, num_cols: int) -> SparsePattern:
+    """The remembered pattern of these very tensors, or a new one of them."""
+    known = _known.get((indices.data_ptr(), indices.numel()))
+    if known is None or known.num_cols != num_cols or known.indptr.data_ptr() != indptr.data_ptr():
+        known = SparsePattern(indptr, indices, num_cols)
+    return known
 
 
 def _indptr_of(ids: Tensor, num_ids: int) -> Tensor:

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparse_engine import BACKENDS, SparsePattern, resolve_backend, sparse_attention
+from sparse_engine import SparsePattern, fastest_backend, resolve_backend, sparse_attention
+from sparse_engine import attention as attention_module
 from sparse_engine import torch_backend as torch_backend_module
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+BACKENDS = ("reference", "torch", "cpu")  # those that run on a CPU; test_sparse_engine_triton_backend.py has the other
 SPARSE = [backend for backend in BACKENDS if backend != "reference"]
 
 
@@ -347,3 +349,46 @@ def test_wrong_inputs_are_refused_in_one_line() -> None:
         with pytest.raises(ValueError, match=message) as caught:
             sparse_attention(pattern=pattern, **given_inputs)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
+
+
+def test_auto_takes_what_was_measured_once_for_alike_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    seconds = {"reference": 3.0, "torch": 1.0, "cpu": 2.0}
+
+    def time_it(pattern: SparsePattern, heads: int, dim: int, dtype: torch.dtype, name: str) -> float:
+        measured.append(name)
+        return seconds[name]
+
+    monkeypatch.setattr(attention_module, "_fastest", {})
+    monkeypatch.setattr(attention_module, "_seconds", time_it)
+    names = ("reference", "torch", "cpu")
+    for num_edges in (100, 99):  # one power of two
+        assert fastest_backend(random_pattern(9, 9, num_edges), 2, 4, torch.float32, names) == "torch"
+    assert measured == list(names)
+    for others in ((200, 2, torch.float32), (100, 3, torch.float32), (100, 2, torch.float16)):
+        fastest_backend(random_pattern(9, 9, others[0]), others[1], 4, others[2], names)
+    assert measured == list(names) * 4
+    assert fastest_backend(EMPTY_CASES["no edges"], 2, 4, torch.float32, names) == "reference"
+    assert len(measured) == 12
+
+
+def test_a_backend_that_fails_when_measured_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(attention_module, "_fastest", {})
+    monkeypatch.setitem(attention_module._RUN, "cpu", fail)
+    with pytest.warns(UserWarning, match="'cpu' failed and is not taken: out of memory$"):
+        assert fastest_backend(random_pattern(9, 9, 30), 2, 4, torch.float32, ("cpu", "torch")) == "torch"
+    monkeypatch.setitem(attention_module._RUN, "torch", fail)
+    monkeypatch.setattr(attention_module, "_fastest", {})
+    with pytest.warns(UserWarning, match="not taken"), pytest.raises(RuntimeError, match="out of memory"):
+        fastest_backend(random_pattern(9, 9, 30), 2, 4, torch.float32, ("cpu", "torch"))
+
+
+def test_measuring_leaves_the_callers_draws_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(2)
+    torch.manual_seed(3)
+    assert attention_module._seconds(random_pattern(9, 9, 30), 2, 4, torch.float32, "torch") > 0
+    assert torch.equal(torch.randn(2), expected)
