@@ -26,7 +26,8 @@ class ModelShape:
     """What the cost formulas need to know of the model.
 
     kind: the model's name. bytes_per_element: of activations. parameters: of the whole model. extra_inputs: columns
-    that a node brings beside its features, such as positional encodings.
+    that a node brings beside its features, such as positional encodings. global_layers: layers at the end without
+    edges. hops: tokens of a node beside its own row.
     """
 
     kind: str
@@ -39,6 +40,12 @@ class ModelShape:
     parameters: int
     bytes_per_element: int = 4
     extra_inputs: int = 0
+    global_layers: int = 0
+    hops: int = 0
+
+    @property
+    def local_layers(self) -> int:
+        return self.layers - self.global_layers
 
     @property
     def num_inputs(self) -> int:

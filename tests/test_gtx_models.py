@@ -23,6 +23,7 @@ from gtx.batches import Batch, MicroBatch
 from gtx.config import MODELS, parse_config
 from gtx.graphs import Graph, edge_list, from_edges, with_self_loops, with_undirected
 from gtx.models import FAMILIES, GCNLayer, GPSLayer, GraphModel, GTLayer, LinearAttention, MicroBatchNorm
+from gtx.models.layers import mean_outer
 from gtx.parallel.context import LayerContext, Runtime, WaveContext
 from gtx.parallel.world import World, solo
 from gtx.partition import PartitionedGraph
@@ -107,7 +108,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_a_config_can_name_every_model_of_the_registry_and_no_other() -> None:
-    assert sorted(MODELS) == sorted(FAMILIES) == ["GAT", "GCN", "GPS", "GT", "MLP", "SAGE"]
+    assert sorted(MODELS) == sorted(FAMILIES) == ["GAT", "GCN", "GPS", "GT", "MLP", "SAGE", "SGFormer"]
     for name in FAMILIES:
         assert parse_config({"model": {"name": name}}).model.name == name
     with pytest.raises(ValueError, match=r"'GTX' is neither one of 'GT', .* nor a Python file of your own"):
@@ -434,6 +435,46 @@ def test_gat_is_its_formula() -> None:
     close(eval_outputs(run), model.classifier(x).detach())
 
 
+def normalised(A: Tensor) -> Tensor:
+    """`D^-1/2 A D^-1/2`, D of in-degrees."""
+    scale = A.sum(1).clamp(min=1).rsqrt()
+    return scale[:, None] * A * scale[None, :]
+
+
+def test_sgformer_is_its_formula() -> None:
+    """All pairs as an `[N, N]` matrix a head: `D^-1 (V + Q K^T V / N)`, Q and K over their norms; gradient."""
+    cut = partitioned(awkward_graph())
+    settings = settings_of("SGFormer")
+    settings["model"] |= {"layers": 3, "graph_weight": 0.8}
+    run = one_rank(cut, settings)
+    model, spread, N = run.engine.model, normalised(dense(cut.graph)), cut.graph.num_nodes
+    first = model.layers[0]
+    x = F.relu(first.norm_input(model.encoder(features_of(cut))))
+    heads = []
+    query, key, value = first.attention.query_key_value(x).chunk(3, dim=1)
+    for q, k, v in zip(query.chunk(3, dim=1), key.chunk(3, dim=1), value.chunk(3, dim=1), strict=True):
+        pairs = (q / torch.linalg.matrix_norm(q)) @ (k / torch.linalg.matrix_norm(k)).T / N
+        heads.append(torch.diag(1 / (1 + pairs.sum(1))) @ (v + pairs @ v))
+    everywhere = first.norm_attention(0.5 * torch.cat(heads, dim=1) + 0.5 * x)
+    for layer in model.layers:
+        x = x + F.relu(layer.norm(spread @ layer.weight(x)))
+    logits = model.classifier(0.2 * everywhere + 0.8 * x)
+    close(eval_outputs(run), logits)
+    assert_gradient(run, logits)
+
+
+def test_a_linear_attention_counts_rows_before_the_layer() -> None:
+    """Also where a rank owns as many after it, and other ranks own more before it."""
+    context, _ = context_of((4,))
+    compiled = context._compiled
+    assert compiled.reduction is not None and context.num_src == context.num_dst
+    totals = replace(compiled.reduction, src_totals=torch.tensor([8.0]).double())
+    context._compiled = replace(compiled, reduction=totals)
+    keys, values = random(4, 3, 2), random(4, 3, 2, seed=1)
+    close(mean_outer(keys, values, context)[0], torch.einsum("nhr,nhd->hrd", keys, values) / 8)
+    assert context.counts(keys).tolist() == [4.0]
+
+
 # What a plan cannot change --------------------------------------------------------------------------------------------
 
 
@@ -467,7 +508,9 @@ def test_numbers_of_parameters() -> None:
         "SAGE": ends + 2 * (norm + linear(2 * C, 2 * C) + linear(2 * C, C)),
         "GAT": ends + 2 * (norm + linear(C, C) + linear(C, 3) + 3 * C + ffn),
         "MLP": ends + 2 * (norm + ffn),
+        "SGFormer": ends + norm + linear(C, 3 * C) + norm + 2 * (C * C + norm),
     }
+    assert set(wanted) == set(MODELS)
     for name, count in wanted.items():
         model = GraphModel(parse_config(settings_of(name)).model, F_, classes)
         assert sum(p.numel() for p in model.parameters()) == count, name

@@ -14,6 +14,7 @@ from gtx.models.mlp import MLPLayer
 from gtx.models.model import GraphModel
 from gtx.models.registry import FAMILIES, family_named
 from gtx.models.sage import SAGELayer
+from gtx.models.sgformer import SGFormerLayer
 from gtx.parallel.context import LayerContext
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "MLPLayer",
     "MicroBatchNorm",
     "SAGELayer",
+    "SGFormerLayer",
     "family_named",
 ]
