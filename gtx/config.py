@@ -107,8 +107,8 @@ class EncodingsConfig(_Section):
         return sum(columns for _, columns in self.kinds)
 
 
-MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer")
-_READ_BY = {"graph_weight": "SGFormer"}  # settings that one model alone reads
+MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer")
+_READ_BY = {"graph_weight": "SGFormer", "global_layers": "Polynormer"}  # settings that one model alone reads
 
 
 class ModelConfig(_Section):
@@ -116,6 +116,7 @@ class ModelConfig(_Section):
     given. backend: which attention code runs. options: for a model of one's own to read.
 
     graph_weight: what the GCN of SGFormer counts beside the attention, which counts the rest of 1.
+    global_layers: how many of Polynormer's layers, the last ones, attend to all nodes instead of neighbours.
     """
 
     name: str = "GT"
@@ -128,6 +129,7 @@ class ModelConfig(_Section):
     backend: Literal["auto", "reference", "torch", "cpu"] = "auto"
     encodings: EncodingsConfig = EncodingsConfig()
     graph_weight: Share = 0.5
+    global_layers: Positive = 1
     options: dict[str, Any] = {}
 
     @field_validator("name")
@@ -142,6 +144,15 @@ class ModelConfig(_Section):
     def _options_are_read(self) -> ModelConfig:
         if self.options and self.name in MODELS:
             raise ValueError(f"options are for models of your own; {self.name} reads none")
+        return self
+
+    @model_validator(mode="after")
+    def _some_layers_are_local(self) -> ModelConfig:
+        if self.name == "Polynormer" and self.global_layers >= self.layers:
+            raise ValueError(
+                f"layers is {self.layers} and global_layers {self.global_layers}; Polynormer needs a local layer, set "
+                f"layers to {self.global_layers + 1} or more"
+            )
         return self
 
     @model_validator(mode="after")

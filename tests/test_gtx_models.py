@@ -108,7 +108,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_a_config_can_name_every_model_of_the_registry_and_no_other() -> None:
-    assert sorted(MODELS) == sorted(FAMILIES) == ["GAT", "GCN", "GPS", "GT", "MLP", "SAGE", "SGFormer"]
+    assert sorted(MODELS) == sorted(FAMILIES) == ["GAT", "GCN", "GPS", "GT", "MLP", "Polynormer", "SAGE", "SGFormer"]
     for name in FAMILIES:
         assert parse_config({"model": {"name": name}}).model.name == name
     with pytest.raises(ValueError, match=r"'GTX' is neither one of 'GT', .* nor a Python file of your own"):
@@ -419,6 +419,14 @@ def test_sage_is_its_formula() -> None:
     close(eval_outputs(run), model.classifier(x).detach())
 
 
+def dense_gat(layer: Any, values: Tensor, A: Tensor) -> Tensor:
+    """Softmax of `leaky_relu(u_j + w_i)` over in-edges times `values [N, C]`."""
+    logits = layer.source_score(values)[None] + layer.own_score(values)[:, None]  # [N, N, H], to i from j
+    weights = A[..., None] * nn.functional.leaky_relu(logits, 0.2).exp()
+    weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-300)
+    return torch.einsum("ijh,jhd->ihd", weights, values.view(len(values), layer.heads, -1)).flatten(1)
+
+
 def test_gat_is_its_formula() -> None:
     """Softmax of `leaky_relu(u_j + w_i)` over in-edges, repeated ones too; a row without any attends to nothing."""
     cut = partitioned(awkward_graph())
@@ -426,11 +434,7 @@ def test_gat_is_its_formula() -> None:
     model, A = run.engine.model, dense(cut.graph)
     x = model.encoder(torch.from_numpy(np.array(cut.graph.features)).double())
     for layer in model.layers:
-        values = layer.values(layer.norm(x))
-        logits = layer.source_score(values)[None] + layer.own_score(values)[:, None]  # [N, N, H], to i from j
-        weights = A[..., None] * nn.functional.leaky_relu(logits, 0.2).exp()
-        weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-300)
-        attended = torch.einsum("ijh,jhd->ihd", weights, values.view(len(x), layer.heads, -1)).flatten(1)
+        attended = dense_gat(layer, layer.values(layer.norm(x)), A)
         x = x + layer.ffn.contract(nn.functional.gelu(layer.ffn.expand(attended)))
     close(eval_outputs(run), model.classifier(x).detach())
 
@@ -459,6 +463,35 @@ def test_sgformer_is_its_formula() -> None:
     for layer in model.layers:
         x = x + F.relu(layer.norm(spread @ layer.weight(x)))
     logits = model.classifier(0.2 * everywhere + 0.8 * x)
+    close(eval_outputs(run), logits)
+    assert_gradient(run, logits)
+
+
+def test_polynormer_is_its_formula() -> None:
+    """Two local layers whose outputs add up, two global ones over all pairs, gates off their start; gradient."""
+    cut = partitioned(awkward_graph())
+    settings = settings_of("Polynormer")
+    settings["model"] |= {"layers": 4, "global_layers": 2}
+    run = one_rank(cut, settings)
+    model, A = run.engine.model, dense(cut.graph)
+    for layer in model.layers:
+        nn.init.normal_(layer.gate.beta)
+    x, total = model.encoder(features_of(cut)), torch.zeros(())
+    for layer in model.layers[:2]:
+        u = F.relu(dense_gat(layer, layer.values(x), A) + layer.own(x))
+        beta = layer.gate.beta.sigmoid()
+        x = (1 - beta) * layer.norm(F.relu(layer.factor(x)) * u) + beta * u
+        total = total + x
+    x = model.layers[1].norm_sum(total)
+    for layer in model.layers[2:]:
+        key, value = layer.key_value(x).chunk(2, dim=1)
+        heads = []
+        for k, v in zip(key.sigmoid().chunk(3, dim=1), value.chunk(3, dim=1), strict=True):
+            pairs = k @ k.T
+            heads.append(pairs / pairs.sum(1, keepdim=True) @ v)
+        attended = layer.norm(torch.cat(heads, dim=1))
+        x = F.relu(layer.output(attended * (layer.factor(x) + layer.gate.beta.sigmoid())))
+    logits = model.classifier(x)
     close(eval_outputs(run), logits)
     assert_gradient(run, logits)
 
@@ -509,6 +542,9 @@ def test_numbers_of_parameters() -> None:
         "GAT": ends + 2 * (norm + linear(C, C) + linear(C, 3) + 3 * C + ffn),
         "MLP": ends + 2 * (norm + ffn),
         "SGFormer": ends + norm + linear(C, 3 * C) + norm + 2 * (C * C + norm),
+        "Polynormer": ends
+        + (C * C + linear(C, 3) + 3 * C + 2 * linear(C, C) + 2 * norm + C)
+        + (linear(C, 2 * C) + 2 * linear(C, C) + norm + C),
     }
     assert set(wanted) == set(MODELS)
     for name, count in wanted.items():

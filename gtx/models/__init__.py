@@ -12,6 +12,7 @@ from gtx.models.gt import GTLayer
 from gtx.models.layers import FeedForward, LinearAttention, MicroBatchNorm
 from gtx.models.mlp import MLPLayer
 from gtx.models.model import GraphModel
+from gtx.models.polynormer import PolynormerGlobalLayer, PolynormerLocalLayer
 from gtx.models.registry import FAMILIES, family_named
 from gtx.models.sage import SAGELayer
 from gtx.models.sgformer import SGFormerLayer
@@ -31,6 +32,8 @@ __all__ = [
     "LocalMean",
     "MLPLayer",
     "MicroBatchNorm",
+    "PolynormerGlobalLayer",
+    "PolynormerLocalLayer",
     "SAGELayer",
     "SGFormerLayer",
     "family_named",
