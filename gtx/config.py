@@ -26,6 +26,7 @@ NonNegative = Annotated[int, Field(ge=0, strict=True)]
 PositiveNumber = Annotated[float, Field(gt=0.0, strict=True, allow_inf_nan=False)]
 NonNegativeNumber = Annotated[float, Field(ge=0.0, strict=True, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
+Share = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
 
 
 class _Section(BaseModel):
@@ -106,13 +107,17 @@ class EncodingsConfig(_Section):
         return sum(columns for _, columns in self.kinds)
 
 
-MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP")
+MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer")
+_READ_BY = {"graph_weight": "SGFormer", "global_layers": "Polynormer"}  # settings that one model alone reads
 
 
 class ModelConfig(_Section):
     """name: one of `MODELS`, or a Python file of one's own (docs/own_layer.md). width: C. ffn_width: F, twice C unless
     given. backend: which attention code runs; `auto`: the fused one on a CPU, on a GPU the one measured to be fastest.
     options: for a model of one's own to read.
+
+    graph_weight: what the GCN of SGFormer counts beside the attention, which counts the rest of 1.
+    global_layers: how many of Polynormer's layers, the last ones, attend to all nodes instead of neighbours.
     """
 
     name: str = "GT"
@@ -124,6 +129,8 @@ class ModelConfig(_Section):
     input_dropout: Probability = 0.0
     backend: Literal["auto", "reference", "torch", "cpu", "triton"] = "auto"
     encodings: EncodingsConfig = EncodingsConfig()
+    graph_weight: Share = 0.5
+    global_layers: Positive = 1
     options: dict[str, Any] = {}
 
     @field_validator("name")
@@ -138,6 +145,15 @@ class ModelConfig(_Section):
     def _options_are_read(self) -> ModelConfig:
         if self.options and self.name in MODELS:
             raise ValueError(f"options are for models of your own; {self.name} reads none")
+        return self
+
+    @model_validator(mode="after")
+    def _some_layers_are_local(self) -> ModelConfig:
+        if self.name == "Polynormer" and self.global_layers >= self.layers:
+            raise ValueError(
+                f"layers is {self.layers} and global_layers {self.global_layers}; Polynormer needs a local layer, set "
+                f"layers to {self.global_layers + 1} or more"
+            )
         return self
 
     @model_validator(mode="after")
@@ -424,6 +440,9 @@ class Config(_Section):
         else:
             given = sorted(self.sampling.model_fields_set & {"walks", "restart"})
             lines += [f"sampling.{key} has no effect: sampling.method is {self.sampling.method}" for key in given]
+        for key, model in _READ_BY.items():
+            if key in self.model.model_fields_set and self.model.name in set(MODELS) - {model}:
+                lines.append(f"model.{key} has no effect: model.name is {self.model.name}, only {model} reads it")
         for key, kind in (("parts", "cluster"), ("seeds", "neighbor")):
             if key in self.batch.model_fields_set and self.batch.kind != kind:
                 lines.append(f"batch.{key} has no effect: batch.kind is {self.batch.kind}, not {kind}")

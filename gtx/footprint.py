@@ -36,7 +36,7 @@ from scheduler.plan import CHECKPOINTING, Checkpointing, fixed_plan
 from scheduler.workload import Footprint
 
 _ROWS, _EDGES = 1024, 4096
-_LAYERS = (2, 4)
+_MORE_LAYERS = 2
 
 
 class LiveBytes(TorchDispatchMode):
@@ -100,7 +100,8 @@ def measure_footprints(
 
     Raises whatever the model raises.
     """
-    wanted = config.model_dump_json(exclude={"layers"})
+    fewest = config.global_layers + 1  # Polynormer has one layer with edges then; other models read no such number
+    wanted = config.model_copy(update={"layers": fewest}).model_dump_json()
     return tuple(_measure(wanted, num_features, num_classes, precision, backend, kind) for kind in kinds)
 
 
@@ -108,17 +109,19 @@ def measure_footprints(
 def _measure(
     config_json: str, num_features: int, num_classes: int, precision: str, backend: str, kind: Checkpointing
 ) -> Footprint:
+    config = ModelConfig.model_validate_json(config_json)
+
     def peak(layers: int, rows: int, edges: int) -> float:
-        config = ModelConfig.model_validate_json(config_json).model_copy(update={"layers": layers})
-        return float(_peak(config, _random_graph(rows, edges, num_features, num_classes), precision, backend, kind))
+        deep = config.model_copy(update={"layers": layers})
+        return float(_peak(deep, _random_graph(rows, edges, num_features, num_classes), precision, backend, kind))
 
     sizes = ((_ROWS, _EDGES), (2 * _ROWS, _EDGES), (2 * _ROWS, 2 * _EDGES))
-    few, many = (np.array([peak(layers, *size) for size in sizes]) for layers in _LAYERS)
-    held = (many - few) / (_LAYERS[1] - _LAYERS[0])  # of one layer, at each size
-    live = few - _LAYERS[0] * held
+    few, many = (np.array([peak(config.layers + more, *size) for size in sizes]) for more in (0, _MORE_LAYERS))
+    held = (many - few) / _MORE_LAYERS  # of one layer, at each size
+    live = few - config.layers * held
     (held_row, held_edge), (live_row, live_edge) = _slopes(held), _slopes(live)
     itemsize = 4 if precision == "float32" else {"float64": 8}.get(precision, 2)
-    columns = num_features + ModelConfig.model_validate_json(config_json).encodings.columns
+    columns = num_features + config.encodings.columns
     return Footprint(kind, held_row, held_edge, max(live_row - itemsize * columns, 0.0), live_edge)
 
 

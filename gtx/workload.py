@@ -33,6 +33,7 @@ def model_shape(config: ModelConfig, model: GraphModel, graph: PartitionedGraph,
         parameters=sum(p.numel() for p in model.parameters()),
         bytes_per_element=bytes_per_element,
         extra_inputs=config.encodings.columns,
+        global_layers=config.global_layers if config.name == "Polynormer" else 0,
     )
 
 

@@ -29,48 +29,86 @@ TERMS = ("rowwise", "edgewise", "visits", "exchange", "reduction", "optimizer") 
 
 
 def row_width(model: ModelShape, layer: int) -> int:
-    """Columns of the rows that a layer passes on: C, or the layer's own output in a GCN."""
-    if model.kind == "GCN" and layer == model.layers - 1:
+    """Columns of the rows that a layer passes on: C, or the layer's own output in a GCN.
+
+    SGFormer and the local layers of Polynormer pass two halves on, NAGphormer a row for each hop.
+    """
+    last = layer == model.layers - 1
+    if model.kind == "GCN" and last:
         return model.num_classes
-    return model.width
+    if model.kind == "Polynormer":
+        last = layer >= model.local_layers - 1
+    halves = {"SGFormer": 2, "Polynormer": 2, "NAGphormer": model.hops + 1}
+    return model.width * (1 if last else halves.get(model.kind, 1))
+
+
+def edge_width(model: ModelShape, layer: int) -> int:
+    """Columns that edge-wise work sees of a row: C, or the layer's own output in a GCN."""
+    return row_width(model, layer) if model.kind == "GCN" else model.width
 
 
 def source_flops(model: ModelShape, layer: int) -> float:
     """FLOPs per row before a layer: K and V `4 C^2` in GT, the global attention besides in GPS, the projection in GCN.
 
-    The first layer's rows go through the encoder, `2 F_in C`.
+    The first layer's rows go through the encoder, `2 F_in C`. A linear attention adds `2 C (d + 1)` on either side:
+    in SGFormer's first layer, whose Q, K and V are `6 C^2` more, and in Polynormer's global ones.
     """
     c, first = model.width, layer == 0
     if model.kind == "GCN":
-        return 2.0 * (model.num_inputs if first else c) * row_width(model, layer)
+        return 2.0 * (model.num_inputs if first else c) * edge_width(model, layer)
     encoder = 2.0 * model.num_inputs * c if first else 0.0
-    head = c / model.heads
-    projections = {"GT": 4.0 * c * c, "GPS": 4.0 * c * c + 2.0 * c * (head + 1), "GAT": 2.0 * c * c}
+    linear = 2.0 * c * (c / model.heads + 1)
+    projections = {
+        "GT": 4.0 * c * c,
+        "GPS": 4.0 * c * c + linear,
+        "GAT": 2.0 * c * c,
+        "SGFormer": 2.0 * c * c + (6.0 * c * c + linear if first else 0.0),
+        "Polynormer": 2.0 * c * c if layer < model.local_layers else 4.0 * c * c + linear,
+    }
     return encoder + projections.get(model.kind, 0.0)
 
 
 def destination_flops(model: ModelShape, layer: int) -> float:
     """FLOPs per row after a layer: Q and output `4 C^2`, FFN `4 C F`; the last layer's classifier, `2 C classes`.
 
-    SAGE's FFN takes `2 C` columns.
+    SAGE's FFN takes `2 C` columns; SGFormer and Polynormer have none. NAGphormer is a GT layer and attention among
+    tokens, `4 C` a pair of them, for each hop.
     """
     c = model.width
     if model.kind == "GCN":
         return 0.0
     classifier = 2.0 * c * model.num_classes if layer == model.layers - 1 else 0.0
-    ffn = (6.0 if model.kind == "SAGE" else 4.0) * c * model.ffn_width
-    head = c / model.heads
-    mixing = {"GT": 4.0 * c * c, "GPS": 8.0 * c * c + 2.0 * c * (head + 1)}.get(model.kind, 0.0)
-    return classifier + ffn + mixing
+    ffn = {"SAGE": 6.0, "SGFormer": 0.0, "Polynormer": 0.0}.get(model.kind, 4.0) * c * model.ffn_width
+    linear, tokens = 2.0 * c * (c / model.heads + 1), model.hops + 1
+    if model.kind == "NAGphormer":
+        return classifier + tokens * (8.0 * c * c + ffn + 4.0 * c * tokens)
+    mixing = {
+        "GT": 4.0 * c * c,
+        "GPS": 8.0 * c * c + linear,
+        "SGFormer": linear if layer == 0 else 0.0,
+        "Polynormer": 4.0 * c * c + (0.0 if layer < model.local_layers else linear),
+    }
+    return classifier + ffn + mixing.get(model.kind, 0.0)
 
 
 def row_bytes(model: ModelShape, layer: int) -> float:
     """Memory traffic per row of what is no product: norms, residuals, activations, counted from the layers' code."""
     c, f = float(model.width), float(model.ffn_width)
     residual = {"GT": 16.0, "GPS": 48.0, "SAGE": 12.0, "GAT": 12.0, "MLP": 7.0}  # layers with an FFN
-    elements = 6.0 * c if model.kind == "GCN" else residual[model.kind] * c + 5.0 * f
+    plain = {"GCN": 6.0, "SGFormer": 34.0 if layer == 0 else 16.0, "Polynormer": 26.0}
+    if model.kind == "NAGphormer":
+        elements = (model.hops + 1) * (16.0 * c + 5.0 * f + 3.0 * model.heads * (model.hops + 1))
+    else:
+        elements = plain[model.kind] * c if model.kind in plain else residual[model.kind] * c + 5.0 * f
     first = float(model.num_inputs) if layer == 0 else 0.0
     return model.bytes_per_element * (elements + first)
+
+
+def has_edges(model: ModelShape, layer: int) -> bool:
+    """Whether a layer does edge-wise work."""
+    if model.kind == "Polynormer":
+        return layer < model.local_layers
+    return model.kind not in ("MLP", "NAGphormer")
 
 
 def edge_bytes(model: ModelShape, layer: int) -> tuple[float, float]:
@@ -79,19 +117,31 @@ def edge_bytes(model: ModelShape, layer: int) -> tuple[float, float]:
     One gathered row per edge, not two, where there is no attention; per head and edge three values of a softmax, and
     as many of the scores of GAT.
     """
-    b, c = model.bytes_per_element, float(row_width(model, layer))
+    if not has_edges(model, layer):
+        return 0.0, 0.0
+    b, c = model.bytes_per_element, float(edge_width(model, layer))
     softmax, plain = 3.0 * b * model.heads, b * c + 4.0
-    per_edge = {"GT": b * c + plain + softmax, "GAT": plain + 2.0 * softmax, "MLP": 0.0}.get(model.kind, plain)
-    return per_edge, 0.0 if model.kind == "MLP" else 2.0 * b * c
+    scores = plain + 2.0 * softmax
+    per_edge = {"GT": b * c + plain + softmax, "GAT": scores, "Polynormer": scores}.get(model.kind, plain)
+    return per_edge, 2.0 * b * c
 
 
-def tensors_sent(model: ModelShape) -> tuple[float, float]:
-    """Tensors that travel with a source row (K and V) and with a destination row there (Q); one comes back (O)."""
-    return {"GT": (2.0, 1.0), "MLP": (0.0, 0.0)}.get(model.kind, (1.0, 0.0))
+def tensors_sent(model: ModelShape, layer: int) -> tuple[float, float, float]:
+    """Tensors that travel with a source row (K and V) and with a destination row there (Q), and that come back (O)."""
+    if not has_edges(model, layer):
+        return 0.0, 0.0, 0.0
+    return {"GT": (2.0, 1.0, 1.0)}.get(model.kind, (1.0, 0.0, 1.0))
 
 
-def meetings(model: ModelShape) -> int:
-    """Sums over all rows of a micro-batch in a layer: two a batch norm and one of the global attention in GPS."""
+def meetings(model: ModelShape, layer: int) -> int:
+    """Sums over all rows of a micro-batch in a layer: two a batch norm and one of the global attention in GPS.
+
+    SGFormer's one attention needs norms of Q and K first.
+    """
+    if model.kind == "SGFormer":
+        return 2 if layer == 0 else 0
+    if model.kind == "Polynormer":
+        return 0 if layer < model.local_layers else 1
     return 7 if model.kind == "GPS" else 0
 
 
@@ -126,12 +176,15 @@ def work_of(placed: Loads, model: ModelShape) -> Work:
     def per_layer(values: list[float], rank_axes: int = 1) -> Array:
         return np.array(values).reshape(1, -1, *(1,) * rank_axes)
 
-    width = per_layer([b * row_width(model, layer) for layer in layers], 2)
-    sources, destinations = tensors_sent(model)
-    returns = 0.0 if model.kind == "MLP" else 1.0
+    passed = per_layer([b * row_width(model, layer) for layer in layers], 2)
+    width = per_layer([b * edge_width(model, layer) for layer in layers], 2)
+    travelling = zip(*(tensors_sent(model, layer) for layer in layers), strict=True)
+    sources, destinations, returns = (per_layer(list(tensors), 2) for tensors in travelling)
+    exchanges = per_layer([float(has_edges(model, layer)) for layer in layers])
+    met = per_layer([float(meetings(model, layer)) for layer in layers])
     per_edge, per_row = zip(*(edge_bytes(model, layer) for layer in layers), strict=True)
     encoder = np.zeros_like(placed.src_rows)
-    encoder[:, 0] = placed.src_rows[:, 0] * 2.0 * model.num_inputs * row_width(model, 0)
+    encoder[:, 0] = placed.src_rows[:, 0] * 2.0 * model.num_inputs * edge_width(model, 0)
     owners = (placed.src_rows > 0).sum(axis=-1, keepdims=True) - 1.0
     return Work(
         before_flops=placed.src_rows * per_layer([source_flops(model, layer) for layer in layers]),
@@ -141,10 +194,10 @@ def work_of(placed: Loads, model: ModelShape) -> Work:
         edge_bytes=placed.edges * per_layer(list(per_edge)) + placed.dst_rows * per_layer(list(per_row)),
         sent=width * (sources * placed.kv + destinations * placed.q),
         returned=width * returns * placed.q.transpose(0, 1, 3, 2),
-        moved=width * placed.moved,
+        moved=passed * placed.moved,
         fetched=b * model.num_inputs * placed.fetched,
-        messages=placed.messages * (1.0 if sources else 0.0) + 2.0 * meetings(model) * np.maximum(owners, 0.0),
-        meetings=np.where(owners > 0, float(meetings(model)), 0.0) * (placed.src_rows > 0),
+        messages=placed.messages * exchanges + 2.0 * met * np.maximum(owners, 0.0),
+        meetings=np.where(owners > 0, met, 0.0) * (placed.src_rows > 0),
     )
 
 
@@ -152,8 +205,12 @@ def work_of(placed: Loads, model: ModelShape) -> Work:
 
 
 def activation_bytes(model: ModelShape, rows: Array, halo: Array, checkpointing: str) -> Array:
-    """What one layer holds for backward: `b [(8 n + 2 h) C + 2 n F] + b n H`; checkpointed `b (n + 2 h) C`."""
+    """What one layer holds for backward: `b [(8 n + 2 h) C + 2 n F] + b n H`; checkpointed `b (n + 2 h) C`.
+
+    NAGphormer has that many rows for each hop.
+    """
     b, c = model.bytes_per_element, model.width
+    rows = rows * (model.hops + 1)
     if checkpointing == "layer":
         return b * (rows + 2.0 * halo) * c
     return b * ((8.0 * rows + 2.0 * halo) * c + 2.0 * rows * model.ffn_width + rows * model.heads)

@@ -136,7 +136,7 @@ class Traffic:
         self, workload: Workload, topology: Topology, groups: Sequence[tuple[int, ...]], without: Collection[str]
     ):
         model = workload.model
-        sources, _ = tensors_sent(model)
+        sources = sum(tensors_sent(model, layer)[0] for layer in range(model.layers)) / model.layers
         link = topology.slowest_link
         packing = 2.0 / float(topology.rates.packed_bytes_per_s.min())
         row_s = 2.0 * sources * model.width * model.bytes_per_element * (1.0 / link.bytes_per_s + packing)

@@ -41,8 +41,9 @@ class ModelShape:
     """What the cost formulas need to know of the model.
 
     kind: the model's name. bytes_per_element: of activations. parameters: of the whole model. extra_inputs: columns
-    that a node brings beside its features, such as positional encodings. footprints: measured, of some kinds of
-    checkpointing; a formula stands in for the others.
+    that a node brings beside its features, such as positional encodings. global_layers: layers at the end without
+    edges. hops: tokens of a node beside its own row. footprints: measured, of some kinds of checkpointing; a formula
+    stands in for the others.
     """
 
     kind: str
@@ -55,11 +56,17 @@ class ModelShape:
     parameters: int
     bytes_per_element: int = 4
     extra_inputs: int = 0
+    global_layers: int = 0
+    hops: int = 0
     footprints: tuple[Footprint, ...] = ()
 
     def footprint(self, checkpointing: str) -> Footprint | None:
         """What was measured under that kind of checkpointing, if it was."""
         return next((f for f in self.footprints if f.checkpointing == checkpointing), None)
+
+    @property
+    def local_layers(self) -> int:
+        return self.layers - self.global_layers
 
     @property
     def num_inputs(self) -> int:

@@ -82,6 +82,8 @@ def test_checkpointing_holds_less_and_recomputes_one_layer_at_a_time() -> None:
         assert layer.held_row == 32 * 4  # the layer's input
         assert layer.held_row < none.held_row / 4
         assert layer.live_row > none.live_row
+    deep = ModelConfig(name="Polynormer", width=32, heads=4, layers=5, global_layers=3)
+    assert measure_footprints(deep, 9, 4, kinds=("none",))[0].held_row > 0
     half = measure_footprints(ModelConfig(width=32, heads=4), 9, 4, precision="bf16", kinds=("none",))[0]
     full = measure_footprints(ModelConfig(width=32, heads=4), 9, 4, kinds=("none",))[0]
     assert half.held_row == pytest.approx(full.held_row / 2, rel=0.1)

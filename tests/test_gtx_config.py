@@ -131,6 +131,10 @@ def test_settings_without_effect_are_told() -> None:
     told = parse_config(data).without_effect()
     assert [line.split()[0] for line in told] == ["plan.mode", "batch.seeds"]
     assert parse_config({}).without_effect() == []
+    (line,) = parse_config({"model": {"name": "SGFormer", "global_layers": 2}}).without_effect()
+    assert line == "model.global_layers has no effect: model.name is SGFormer, only Polynormer reads it"
+    for name in ("Polynormer", "own.py"):
+        assert parse_config({"model": {"name": name, "global_layers": 2}}).without_effect() == []
 
 
 def test_fanouts_are_one_a_layer() -> None:
@@ -264,6 +268,11 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         "data: root here has no effect with name table; write it into nodes and edges",
     ),
     ({"model": {"width": 10}}, "model: width 10 is not a multiple of heads 4; choose width 4 * k"),
+    ({"model": {"name": "SGFormer", "graph_weight": 1.5}}, "model.graph_weight is 1.5: "),
+    (
+        {"model": {"name": "Polynormer", "layers": 2, "global_layers": 2}},
+        "model: layers is 2 and global_layers 2; Polynormer needs a local layer, set layers to 3 or more",
+    ),
     ({"model": {"name": "GPS", "width": 9, "heads": 2}}, "model: width 9 is not a multiple of heads 2; "),
     (
         {"engine": {"name": "torch", "zero_stage": 2}},

@@ -23,6 +23,7 @@ from gtx.batches import Batch, MicroBatch
 from gtx.config import MODELS, parse_config
 from gtx.graphs import Graph, edge_list, from_edges, with_self_loops, with_undirected
 from gtx.models import FAMILIES, GCNLayer, GPSLayer, GraphModel, GTLayer, LinearAttention, MicroBatchNorm
+from gtx.models.layers import mean_outer
 from gtx.parallel.context import LayerContext, Runtime, WaveContext
 from gtx.parallel.world import World, solo
 from gtx.partition import PartitionedGraph
@@ -107,7 +108,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_a_config_can_name_every_model_of_the_registry_and_no_other() -> None:
-    assert sorted(MODELS) == sorted(FAMILIES) == ["GAT", "GCN", "GPS", "GT", "MLP", "SAGE"]
+    assert sorted(MODELS) == sorted(FAMILIES) == ["GAT", "GCN", "GPS", "GT", "MLP", "Polynormer", "SAGE", "SGFormer"]
     for name in FAMILIES:
         assert parse_config({"model": {"name": name}}).model.name == name
     with pytest.raises(ValueError, match=r"'GTX' is neither one of 'GT', .* nor a Python file of your own"):
@@ -418,6 +419,14 @@ def test_sage_is_its_formula() -> None:
     close(eval_outputs(run), model.classifier(x).detach())
 
 
+def dense_gat(layer: Any, values: Tensor, A: Tensor) -> Tensor:
+    """Softmax of `leaky_relu(u_j + w_i)` over in-edges times `values [N, C]`."""
+    logits = layer.source_score(values)[None] + layer.own_score(values)[:, None]  # [N, N, H], to i from j
+    weights = A[..., None] * nn.functional.leaky_relu(logits, 0.2).exp()
+    weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-300)
+    return torch.einsum("ijh,jhd->ihd", weights, values.view(len(values), layer.heads, -1)).flatten(1)
+
+
 def test_gat_is_its_formula() -> None:
     """Softmax of `leaky_relu(u_j + w_i)` over in-edges, repeated ones too; a row without any attends to nothing."""
     cut = partitioned(awkward_graph())
@@ -425,13 +434,78 @@ def test_gat_is_its_formula() -> None:
     model, A = run.engine.model, dense(cut.graph)
     x = model.encoder(torch.from_numpy(np.array(cut.graph.features)).double())
     for layer in model.layers:
-        values = layer.values(layer.norm(x))
-        logits = layer.source_score(values)[None] + layer.own_score(values)[:, None]  # [N, N, H], to i from j
-        weights = A[..., None] * nn.functional.leaky_relu(logits, 0.2).exp()
-        weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-300)
-        attended = torch.einsum("ijh,jhd->ihd", weights, values.view(len(x), layer.heads, -1)).flatten(1)
+        attended = dense_gat(layer, layer.values(layer.norm(x)), A)
         x = x + layer.ffn.contract(nn.functional.gelu(layer.ffn.expand(attended)))
     close(eval_outputs(run), model.classifier(x).detach())
+
+
+def normalised(A: Tensor) -> Tensor:
+    """`D^-1/2 A D^-1/2`, D of in-degrees."""
+    scale = A.sum(1).clamp(min=1).rsqrt()
+    return scale[:, None] * A * scale[None, :]
+
+
+def test_sgformer_is_its_formula() -> None:
+    """All pairs as an `[N, N]` matrix a head: `D^-1 (V + Q K^T V / N)`, Q and K over their norms; gradient."""
+    cut = partitioned(awkward_graph())
+    settings = settings_of("SGFormer")
+    settings["model"] |= {"layers": 3, "graph_weight": 0.8}
+    run = one_rank(cut, settings)
+    model, spread, N = run.engine.model, normalised(dense(cut.graph)), cut.graph.num_nodes
+    first = model.layers[0]
+    x = F.relu(first.norm_input(model.encoder(features_of(cut))))
+    heads = []
+    query, key, value = first.attention.query_key_value(x).chunk(3, dim=1)
+    for q, k, v in zip(query.chunk(3, dim=1), key.chunk(3, dim=1), value.chunk(3, dim=1), strict=True):
+        pairs = (q / torch.linalg.matrix_norm(q)) @ (k / torch.linalg.matrix_norm(k)).T / N
+        heads.append(torch.diag(1 / (1 + pairs.sum(1))) @ (v + pairs @ v))
+    everywhere = first.norm_attention(0.5 * torch.cat(heads, dim=1) + 0.5 * x)
+    for layer in model.layers:
+        x = x + F.relu(layer.norm(spread @ layer.weight(x)))
+    logits = model.classifier(0.2 * everywhere + 0.8 * x)
+    close(eval_outputs(run), logits)
+    assert_gradient(run, logits)
+
+
+def test_polynormer_is_its_formula() -> None:
+    """Two local layers whose outputs add up, two global ones over all pairs, gates off their start; gradient."""
+    cut = partitioned(awkward_graph())
+    settings = settings_of("Polynormer")
+    settings["model"] |= {"layers": 4, "global_layers": 2}
+    run = one_rank(cut, settings)
+    model, A = run.engine.model, dense(cut.graph)
+    for layer in model.layers:
+        nn.init.normal_(layer.gate.beta)
+    x, total = model.encoder(features_of(cut)), torch.zeros(())
+    for layer in model.layers[:2]:
+        u = F.relu(dense_gat(layer, layer.values(x), A) + layer.own(x))
+        beta = layer.gate.beta.sigmoid()
+        x = (1 - beta) * layer.norm(F.relu(layer.factor(x)) * u) + beta * u
+        total = total + x
+    x = model.layers[1].norm_sum(total)
+    for layer in model.layers[2:]:
+        key, value = layer.key_value(x).chunk(2, dim=1)
+        heads = []
+        for k, v in zip(key.sigmoid().chunk(3, dim=1), value.chunk(3, dim=1), strict=True):
+            pairs = k @ k.T
+            heads.append(pairs / pairs.sum(1, keepdim=True) @ v)
+        attended = layer.norm(torch.cat(heads, dim=1))
+        x = F.relu(layer.output(attended * (layer.factor(x) + layer.gate.beta.sigmoid())))
+    logits = model.classifier(x)
+    close(eval_outputs(run), logits)
+    assert_gradient(run, logits)
+
+
+def test_a_linear_attention_counts_rows_before_the_layer() -> None:
+    """Also where a rank owns as many after it, and other ranks own more before it."""
+    context, _ = context_of((4,))
+    compiled = context._compiled
+    assert compiled.reduction is not None and context.num_src == context.num_dst
+    totals = replace(compiled.reduction, src_totals=torch.tensor([8.0]).double())
+    context._compiled = replace(compiled, reduction=totals)
+    keys, values = random(4, 3, 2), random(4, 3, 2, seed=1)
+    close(mean_outer(keys, values, context)[0], torch.einsum("nhr,nhd->hrd", keys, values) / 8)
+    assert context.counts(keys).tolist() == [4.0]
 
 
 # What a plan cannot change --------------------------------------------------------------------------------------------
@@ -467,7 +541,12 @@ def test_numbers_of_parameters() -> None:
         "SAGE": ends + 2 * (norm + linear(2 * C, 2 * C) + linear(2 * C, C)),
         "GAT": ends + 2 * (norm + linear(C, C) + linear(C, 3) + 3 * C + ffn),
         "MLP": ends + 2 * (norm + ffn),
+        "SGFormer": ends + norm + linear(C, 3 * C) + norm + 2 * (C * C + norm),
+        "Polynormer": ends
+        + (C * C + linear(C, 3) + 3 * C + 2 * linear(C, C) + 2 * norm + C)
+        + (linear(C, 2 * C) + 2 * linear(C, C) + norm + C),
     }
+    assert set(wanted) == set(MODELS)
     for name, count in wanted.items():
         model = GraphModel(parse_config(settings_of(name)).model, F_, classes)
         assert sum(p.numel() for p in model.parameters()) == count, name

@@ -16,6 +16,7 @@ from scheduler.topology import Device, Link, Topology
 from scheduler.workload import ModelShape, Workload, uniform_workload
 
 MODEL = ModelShape("GT", 16, 32, 4, 4, 8, 3, 10_000)
+SHAPES: dict[str, dict[str, int]] = {"Polynormer": {"global_layers": 2}}
 K, P = 8, 4
 
 
@@ -109,6 +110,31 @@ def test_bytes_follow_the_formulas() -> None:
     assert data.sent.sum() == data.returned.sum() == data.moved.sum() == data.fetched.sum() == 0
     _, data = placed("data", replace(work(P), repeats=False))
     assert data.fetched.sum() == pytest.approx((P - 1) * n * MODEL.num_features * b)
+
+
+@pytest.mark.parametrize("kind", ["GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer"])
+def test_every_kind_of_model_has_a_price(kind: str) -> None:
+    """Finite under every mode, and no less with more layers."""
+    shape = replace(MODEL, kind=kind, **SHAPES.get(kind, {}))
+    for mode in MODES:
+        steps = []
+        for layers in (MODEL.layers, MODEL.layers + 1):
+            model = replace(shape, layers=layers)
+            workload = uniform_workload(model, [100.0] * K, [1000.0] * K, 0.4, 2)
+            cost = estimate(fixed_plan(mode, [1.0] * K, P, layers), workload, machine())
+            assert np.isfinite([cost.step_s, *cost.memory_bytes, *cost.sent_bytes]).all()
+            steps.append(cost.step_s)
+        assert 0 < steps[0] < steps[1]
+
+
+def test_a_stage_border_passes_what_the_layer_gives() -> None:
+    """In columns of one row: both halves of SGFormer, and of Polynormer before its last local layer."""
+    plan = fixed_plan("pipeline", [1.0] * K, P, MODEL.layers)
+    n, c, b = 100.0 * K, MODEL.width, MODEL.bytes_per_element
+    for kind, columns in (("SGFormer", 3 * 2 * c), ("Polynormer", 2 * c + c + c)):
+        model = replace(MODEL, kind=kind, **SHAPES.get(kind, {}))
+        workload = uniform_workload(model, [100.0] * K, [1000.0] * K, 0.4)
+        assert work_of(place(plan, workload), model).moved.sum() == pytest.approx(n * b * columns), kind
 
 
 def test_messages_are_counted_once_a_peer_however_many_micro_batches_a_wave_holds() -> None:

@@ -12,8 +12,10 @@ from gtx.models.gt import GTLayer
 from gtx.models.layers import FeedForward, LinearAttention, MicroBatchNorm
 from gtx.models.mlp import MLPLayer
 from gtx.models.model import GraphModel
+from gtx.models.polynormer import PolynormerGlobalLayer, PolynormerLocalLayer
 from gtx.models.registry import FAMILIES, family_named
 from gtx.models.sage import SAGELayer
+from gtx.models.sgformer import SGFormerLayer
 from gtx.parallel.context import LayerContext
 
 __all__ = [
@@ -30,6 +32,9 @@ __all__ = [
     "LocalMean",
     "MLPLayer",
     "MicroBatchNorm",
+    "PolynormerGlobalLayer",
+    "PolynormerLocalLayer",
     "SAGELayer",
+    "SGFormerLayer",
     "family_named",
 ]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gtx.config import ModelConfig
 from gtx.models.family import Family
+from gtx.models.layers import normalised_sum
 from gtx.parallel.context import LayerContext
 
 
@@ -23,10 +24,7 @@ class GCNLayer(nn.Module):
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         projected = self.weight(context.dropout(x, self.dropout))
-        before = context.in_degrees(before=True).clamp(min=1).rsqrt().to(projected.dtype)
-        after = context.in_degrees(before=False).clamp(min=1).rsqrt().to(projected.dtype)
-        total = context.aggregate(projected * before[:, None], "sum") * after[:, None]
-        out: Tensor = self.bias(total)
+        out: Tensor = self.bias(normalised_sum(projected, context))
         return out if self.last else F.relu(out)
 
 

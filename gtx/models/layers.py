@@ -1,9 +1,10 @@
-"""What layers of several models are made of: a feed-forward block, batch norm and linear attention over a micro-batch.
+"""What layers of several models are made of: a feed-forward block, GCN's propagation, batch norm, linear attention.
 
-Row-wise, or sums over a micro-batch. Not here: the models' own layers (a file per family), the attention over edges
-(`sparse_engine/`).
+Row-wise, or sums over edges or a micro-batch. Not here: the models' own layers (a file per family), the attention over
+edges (`sparse_engine/`).
 
-Legend: `n_src` rows before a layer, `n_dst` after it, `C` width, `H` heads, `d = C / H`, `Mw` micro-batches of a wave.
+Legend: `n_src` rows before a layer, `n_dst` after it, `C` width, `H` heads, `d = C / H`, `r` columns of a
+kernel's features, `Mw` micro-batches of a wave.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ class MicroBatchNorm(nn.Module):
     """Batch norm whose statistics are those of the whole micro-batch, on whichever ranks its rows are.
 
     A micro-batch of one row has variance 0 and gives the bias. Running statistics are updated by the executor, once per
-    micro-batch and in their order. number: place of this norm in the model.
+    micro-batch and in their order. number: place of this norm in the model. before: whether it norms the rows before a
+    layer; by their number unless told, as `LayerContext.counts` does.
     """
 
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, width: int, number: int, momentum: float = 0.1, eps: float = 1e-5):
+    def __init__(
+        self, width: int, number: int, momentum: float = 0.1, eps: float = 1e-5, *, before: bool | None = None
+    ):
         super().__init__()
+        self.before = before
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
         self.register_buffer("running_mean", torch.zeros(width))
@@ -48,9 +53,9 @@ class MicroBatchNorm(nn.Module):
         self.number, self.momentum, self.eps = number, momentum, eps
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = widened(x)
         if context.training:
-            counts = context.counts(x).clamp(min=1).to(wide.dtype)[:, None]  # [Mw, 1]
+            counts = context.counts(x, before=self.before).clamp(min=1).to(wide.dtype)[:, None]  # [Mw, 1]
             mean = context.micro_batch_sum(wide) / counts
             centred = wide - context.spread(mean, x)
             variance = context.micro_batch_sum(centred.square()) / counts
@@ -68,6 +73,49 @@ class MicroBatchNorm(nn.Module):
         self.running_var.lerp_(variance.to(self.running_var.dtype), self.momentum)
 
 
+def normalised_sum(x: Tensor, context: LayerContext) -> Tensor:
+    """`D^-1/2 A D^-1/2 X` of `x [n_src, C]`, `[n_dst, C]`: GCN's propagation (Kipf and Welling 2017, arXiv 1609.02907).
+
+    Degrees are in-degrees in the whole graph.
+    """
+    before = context.in_degrees(before=True).clamp(min=1).rsqrt().to(x.dtype)
+    after = context.in_degrees(before=False).clamp(min=1).rsqrt().to(x.dtype)
+    return context.aggregate(x * before[:, None], "sum") * after[:, None]
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32 at least, in which sums over a micro-batch are made."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def mean_outer(keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
+    """The mean of `keys_j values_j^T` over the rows j of each micro-batch, per head.
+
+    keys: `[n_src, H, r]`. values: `[n_src, H, d]`. Returns `[Mw, H, r, d]`, a sum over ranks; 0 without any row.
+    """
+    sizes = context.splits(keys)
+    partial = [torch.einsum("nhr,nhd->hrd", k, v) for k, v in zip(keys.split(sizes), values.split(sizes), strict=True)]
+    counts = context.counts(keys, before=True).clamp(min=1).to(keys.dtype)
+    return context.add_up(torch.stack(partial)) / counts[:, None, None, None]
+
+
+def times_own(queries: Tensor, totals: Tensor, context: LayerContext) -> Tensor:
+    """Each row's `queries [n_dst, H, r]` times the matrix `[Mw, H, r, d]` of its micro-batch, `[n_dst, H, d]`."""
+    parts = queries.split(context.splits(queries))
+    return torch.cat([torch.einsum("nhr,hrd->nhd", q, total) for q, total in zip(parts, totals, strict=True)])
+
+
+def linear_attention(queries: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+    """Means over the rows j of a row's micro-batch: of `(q_i . k_j) v_j`, `[n_dst, H, d]`, and of `q_i . k_j`.
+
+    queries: `[n_dst, H, r]`. keys: `[n_src, H, r]`. values: `[n_src, H, d]`. Linear in the rows, as the matrix
+    `K^T V` is made first. The second has shape `[n_dst, H, 1]`.
+    """
+    values = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)  # [n_src, H, d + 1]
+    mixed = times_own(queries, mean_outer(keys, values, context), context)
+    return mixed[..., :-1], mixed[..., -1:]
+
+
 class LinearAttention(nn.Module):
     """Attention of every row to every row of its micro-batch with the kernel `elu + 1`, in linear time.
 
@@ -83,25 +131,7 @@ class LinearAttention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        heads, head_dim = self.heads, x.shape[1] // self.heads
-        packed = self.key_value(x).view(x.shape[0], 2, heads, head_dim)
-        wide = packed if packed.dtype == torch.float64 else packed.float()
-        keys = F.elu(wide[:, 0]) + 1
-        values = torch.cat([wide[:, 1], torch.ones_like(wide[:, 1, :, :1])], dim=-1)  # [n_src, H, d + 1]
-        partial = [
-            torch.einsum("nhd,nhe->hde", k, v)
-            for k, v in zip(keys.split(context.splits(x)), values.split(context.splits(x)), strict=True)
-        ]
-        counts = context.counts(x).clamp(min=1).to(wide.dtype)
-        totals = context.add_up(torch.stack(partial)) / counts[:, None, None, None]  # [Mw, H, d, d + 1]
-        target = context.destinations(x)
-        queries = self.query(target).view(target.shape[0], heads, head_dim)
-        queries = F.elu(queries.to(wide.dtype)) + 1
-        mixed = torch.cat(
-            [
-                torch.einsum("nhd,hde->nhe", q, total)
-                for q, total in zip(queries.split(context.splits(target)), totals, strict=True)
-            ]
-        )
-        attended = mixed[..., :-1] / mixed[..., -1:]
-        return self.output(attended.flatten(1).to(x.dtype))
+        packed = widened(self.key_value(x).unflatten(1, (2, self.heads, -1)))
+        queries = widened(self.query(context.destinations(x)).unflatten(1, (self.heads, -1)))
+        total, weight = linear_attention(F.elu(queries) + 1, F.elu(packed[:, 0]) + 1, packed[:, 1], context)
+        return self.output((total / weight).flatten(1).to(x.dtype))

@@ -12,11 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from gtx.models import gat, gcn, gps, gt, mlp, sage
+from gtx.models import gat, gcn, gps, gt, mlp, polynormer, sage, sgformer
 from gtx.models.family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"GT": gt.FAMILY, "GPS": gps.FAMILY, "GCN": gcn.FAMILY, "SAGE": sage.FAMILY, "GAT": gat.FAMILY, "MLP": mlp.FAMILY}
+    {
+        "GT": gt.FAMILY,
+        "GPS": gps.FAMILY,
+        "GCN": gcn.FAMILY,
+        "SAGE": sage.FAMILY,
+        "GAT": gat.FAMILY,
+        "MLP": mlp.FAMILY,
+        "SGFormer": sgformer.FAMILY,
+        "Polynormer": polynormer.FAMILY,
+    }
 )
 
 

@@ -233,11 +233,17 @@ class LayerContext:
         """Rows of each micro-batch among the rows of `x` (`n_src` or `n_dst` of them)."""
         return self._compiled.dst_splits if x.shape[0] == self.num_dst else self._compiled.src_splits
 
-    def counts(self, x: Tensor) -> Tensor:
-        """Rows of each micro-batch over all ranks, float64 `[Mw]`, for rows like those of `x`."""
+    def counts(self, x: Tensor, *, before: bool | None = None) -> Tensor:
+        """Rows of each micro-batch over all ranks, float64 `[Mw]`, for rows like those of `x`.
+
+        before: whether `x` holds the rows before the layer. If not told, they are those after it where this rank owns
+        as many before as after, which other ranks need not.
+        """
         assert self._compiled.reduction is not None
         reduction = self._compiled.reduction
-        return reduction.dst_totals if x.shape[0] == self.num_dst else reduction.src_totals
+        if before is None:
+            before = x.shape[0] != self.num_dst
+        return reduction.src_totals if before else reduction.dst_totals
 
     def micro_batch_sum(self, x: Tensor) -> Tensor:
         """The sum `[Mw, ...]` over all rows of each micro-batch, right where this rank owns some of them.
