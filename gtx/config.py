@@ -33,7 +33,8 @@ class _Section(BaseModel):
 
 
 class DataConfig(_Section):
-    """name: a known graph, or `table`: one's own, see docs/your_graph.md. root: folder of the `.npz` sets.
+    """name: a known graph; `table`: one's own, see docs/your_graph.md; or a set of DGL, PyG or OGB, as
+    `dgl:CoraGraphDataset`, `pyg:Planetoid/Cora`, `ogb:ogbn-arxiv`. root: folder of the `.npz` sets or of a library's.
 
     nodes, edges: the files of `table`. split: which of a set's splits. options: per graph.
     The graph is then changed in this order: dedupe: of edges with the same ends keep the first; undirected: add missing
