@@ -34,7 +34,8 @@ class _Section(BaseModel):
 
 class DataConfig(_Section):
     """name: a known graph; `table`: one's own, see docs/your_graph.md; or a set of DGL, PyG or OGB, as
-    `dgl:CoraGraphDataset`, `pyg:Planetoid/Cora`, `ogb:ogbn-arxiv`. root: folder of the `.npz` sets or of a library's.
+    `dgl:CoraGraphDataset`, `pyg:Planetoid/Cora`, `ogb:ogbn-arxiv`; or `dgl-partition`: what
+    `dgl.distributed.partition_graph` wrote. root: folder of the `.npz` sets, of a library's, or of that.
 
     nodes, edges: the files of `table`. split: which of a set's splits. options: per graph.
     The graph is then changed in this order: dedupe: of edges with the same ends keep the first; undirected: add missing
@@ -70,10 +71,11 @@ class DataConfig(_Section):
 class PartitionConfig(_Section):
     """parts: part of the mathematics of `cluster` batches, so never derived from the world size.
 
-    method: how nodes are assigned to parts, as `gtx.partition.assign` says.
+    method: how nodes are assigned to parts, as `gtx.partition.assign` says; with data.name dgl-partition it is `given`
+    unless set.
     """
 
-    method: Literal["metis", "ldg", "bfs", "hash", "random"] = "metis"
+    method: Literal["metis", "ldg", "bfs", "hash", "random", "given"] = "metis"
     parts: Positive = 16
     cache: Path = Path("runs/partitions")
 
@@ -371,8 +373,23 @@ class Config(_Section):
     train: TrainConfig = TrainConfig(steps=100)
     monitor: MonitorConfig = MonitorConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_partition_that_comes_is_taken(cls, sections: Any) -> Any:
+        if not isinstance(sections, dict):
+            return sections
+        data, partition = sections.get("data"), sections.get("partition", {})
+        if isinstance(data, dict) and data.get("name") == "dgl-partition" and isinstance(partition, dict):
+            return {**sections, "partition": {"method": "given", **partition}}
+        return sections
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
+        if self.partition.method == "given" and self.data.name != "dgl-partition":
+            raise ValueError(
+                f"partition.method given needs a graph that comes with a partition, data.name dgl-partition; it is "
+                f"{self.data.name}"
+            )
         fanouts = self.sampling.per_layer(self.model.layers)
         if all(fanout is None for fanout in fanouts):
             for key in ("redraw", "method", "correct"):

@@ -208,6 +208,21 @@ def _table(request: _Request) -> Graph:
     )
 
 
+def _dgl_partition(request: _Request) -> Graph:
+    """What `dgl.distributed.partition_graph` wrote into `data.root`, see `partition_folders.py`.
+
+    Options: `features` (`feat`) and `label` (`label`), keys of ndata; `edge_features`, a key of edata; `original_id`,
+    the key of ndata or the file that holds the original number of each node; `metric`.
+    """
+    from gtx.partition_folders import read_partition_folder
+
+    if request.root is None:
+        raise ValueError(
+            "data.name dgl-partition needs data.root; set it to the folder that dgl.distributed.partition_graph wrote"
+        )
+    return read_partition_folder(request.root, seed=request.seed, split=request.split, **request.options)
+
+
 def _of_library(request: _Request) -> Graph:
     """A set that DGL, PyG or OGB loads, see `libraries.py`. Options: `metric`, if not the usual one; `normalize`."""
     graph = load_set(
@@ -556,6 +571,16 @@ _SOURCES: Mapping[str, _Source] = {
             "features": _Option(list, None),
             "ignore": _Option(list, ()),
             "separator": _TEXT,
+            "metric": _Option(str, "accuracy", choices=("accuracy", "roc_auc")),
+        },
+    ),
+    "dgl-partition": _Source(
+        _dgl_partition,
+        {
+            "features": dataclasses.replace(_TEXT, default="feat"),
+            "label": dataclasses.replace(_TEXT, default="label"),
+            "edge_features": _TEXT,
+            "original_id": _TEXT,
             "metric": _Option(str, "accuracy", choices=("accuracy", "roc_auc")),
         },
     ),

@@ -42,6 +42,15 @@ class Names:
 
 
 @dataclass(frozen=True, eq=False)
+class Assignment:
+    """The part, int32 [N], that each node was put into where the graph came from, of `parts`; by: who put it there."""
+
+    part_of: npt.NDArray[np.int32]
+    parts: int
+    by: str
+
+
+@dataclass(frozen=True, eq=False)
 class Graph:
     """A node-classification graph in CSR form: row = destination, column = source.
 
@@ -59,6 +68,7 @@ class Graph:
         metric: what validation and test report.
         edge_features: float32 [E, Fe] beside `indices`, or None. No model reads them yet.
         names: ids and column names of the source, where it had any. Not part of what is computed.
+        assignment: the partition that the source came with, for `partition.method: given`.
     """
 
     name: str
@@ -73,6 +83,7 @@ class Graph:
     metric: Metric = "accuracy"
     edge_features: npt.NDArray[np.float32] | None = None
     names: Names = Names()
+    assignment: Assignment | None = None
 
     @property
     def num_nodes(self) -> int:
