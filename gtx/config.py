@@ -112,9 +112,13 @@ class EncodingsConfig(_Section):
 MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP")
 
 
+_NO_EDGE_ATTENTION = ("GPS", "GCN", "SAGE", "MLP")
+
+
 class ModelConfig(_Section):
     """name: one of `MODELS`, or a Python file of one's own (docs/own_layer.md). width: C. ffn_width: F, twice C unless
-    given. backend: which attention code runs. options: for a model of one's own to read.
+    given. backend: which attention code runs. edge_bias: whether edge features, standardized, enter the attention by a
+    learned bias per layer and head. options: for a model of one's own to read.
     """
 
     name: str = "GT"
@@ -125,6 +129,7 @@ class ModelConfig(_Section):
     dropout: Probability = 0.0
     input_dropout: Probability = 0.0
     backend: Literal["auto", "reference", "torch", "cpu"] = "auto"
+    edge_bias: Annotated[bool, Field(strict=True)] = False
     encodings: EncodingsConfig = EncodingsConfig()
     options: dict[str, Any] = {}
 
@@ -140,6 +145,14 @@ class ModelConfig(_Section):
     def _options_are_read(self) -> ModelConfig:
         if self.options and self.name in MODELS:
             raise ValueError(f"options are for models of your own; {self.name} reads none")
+        return self
+
+    @model_validator(mode="after")
+    def _a_bias_needs_attention(self) -> ModelConfig:
+        if self.edge_bias and self.name in _NO_EDGE_ATTENTION:
+            raise ValueError(
+                f"edge_bias has no effect with {self.name}, which has no attention over edges; use GT or GAT"
+            )
         return self
 
     @model_validator(mode="after")
@@ -396,6 +409,10 @@ class Config(_Section):
                 value = getattr(self.sampling, key)
                 if value != SamplingConfig.model_fields[key].default:
                     raise ValueError(f"sampling.{key} {value} has no effect without sampling.fanout; set a fanout")
+        if self.model.edge_bias and self.sampling.method == "random_walk":
+            raise ValueError(
+                "model.edge_bias has no effect with sampling.method random_walk, whose lists are no edges; use another"
+            )
         if self.batch.kind == "full" and self.batch.micro_batches * self.batch.accumulation > 1:
             raise ValueError(
                 f"batch.micro_batches {self.batch.micro_batches} times batch.accumulation {self.batch.accumulation} "

@@ -32,6 +32,7 @@ from gtx.graphs import (
     from_edges,
     with_distinct_edges,
     with_self_loops,
+    with_standardized_edge_features,
     with_standardized_features,
     with_undirected,
 )
@@ -58,6 +59,7 @@ def load_graph(
     edges: str | Path | None = None,
     dedupe: bool = False,
     standardize: bool = False,
+    edge_bias: bool = False,
 ) -> Graph:
     """The graph called `name`, read or generated.
 
@@ -73,6 +75,8 @@ def load_graph(
         nodes, edges: the files of `table`.
         dedupe: whether to keep only the first of edges with the same ends (before `undirected`).
         standardize: whether features get mean 0 and deviation 1 over the training nodes.
+        edge_bias: whether edge features are standardized for the attention (before self loops, so that an added one is
+            as any edge).
 
     Raises:
         ValueError: for an unknown name, option or split, or a file that is missing or damaged.
@@ -94,6 +98,8 @@ def load_graph(
         graph = with_distinct_edges(graph)
     if undirected:
         graph = with_undirected(graph)
+    if edge_bias:
+        graph = with_standardized_edge_features(graph)
     graph = with_self_loops(graph, cast(SelfLoopPolicy, self_loops))
     return with_standardized_features(graph) if standardize else graph
 
