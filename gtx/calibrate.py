@@ -48,7 +48,7 @@ def run_calibration(config: Config, out: Path, command: str) -> None:
         raise ValueError(f"--out {out}: there is no folder {out.parent}; make it first")
     with joined(config) as world:
         graph = load_partitioned(config, world).partitioned
-        model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
+        model = GraphModel(config.model, *graph.graph.dims)
         shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
         topology = calibrate(config, world, shape, command)
         if world.rank == 0:
@@ -150,7 +150,8 @@ def _phases(config: Config, world: World, shape: ModelShape, rows: int, degree: 
     cut = partition(graph, "random", 1, 0)
     here = solo(world.device)
     plan = fixed_plan("graph", [1.0], 1, shape.layers)
-    model = GraphModel(config.model, shape.num_features, shape.num_classes)
+    plain = config.model.model_copy(update={"edge_bias": False})  # a graph that is made up has no edge features
+    model = GraphModel(plain, shape.num_features, shape.num_classes)
     precision = config.engine.precision if config.engine.precision == "float64" else "float32"
     engine = TorchEngine(model, EngineConfig(name="torch", precision=precision), here, 1)
     timer = PhaseTimer(synchronize=torch.cuda.synchronize if world.device.type == "cuda" else None)

@@ -34,7 +34,9 @@ class _Section(BaseModel):
 
 
 class DataConfig(_Section):
-    """name: a known graph, or `table`: one's own, see docs/your_graph.md. root: folder of the `.npz` sets.
+    """name: a known graph; `table`: one's own, see docs/your_graph.md; or a set of DGL, PyG or OGB, as
+    `dgl:CoraGraphDataset`, `pyg:Planetoid/Cora`, `ogb:ogbn-arxiv`; or `dgl-partition`: what
+    `dgl.distributed.partition_graph` wrote. root: folder of the `.npz` sets, of a library's, or of that.
 
     nodes, edges: the files of `table`. split: which of a set's splits. options: per graph.
     The graph is then changed in this order: dedupe: of edges with the same ends keep the first; undirected: add missing
@@ -70,10 +72,11 @@ class DataConfig(_Section):
 class PartitionConfig(_Section):
     """parts: part of the mathematics of `cluster` batches, so never derived from the world size.
 
-    method: how nodes are assigned to parts, as `gtx.partition.assign` says.
+    method: how nodes are assigned to parts, as `gtx.partition.assign` says; with data.name dgl-partition it is `given`
+    unless set.
     """
 
-    method: Literal["metis", "ldg", "bfs", "hash", "random"] = "metis"
+    method: Literal["metis", "ldg", "bfs", "hash", "random", "given"] = "metis"
     parts: Positive = 16
     cache: Path = Path("runs/partitions")
 
@@ -111,10 +114,14 @@ MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer")
 _READ_BY = {"graph_weight": "SGFormer", "global_layers": "Polynormer"}  # settings that one model alone reads
 
 
+_NO_EDGE_ATTENTION = ("GPS", "GCN", "SAGE", "MLP", "SGFormer", "Polynormer")
+
+
 class ModelConfig(_Section):
     """name: one of `MODELS`, or a Python file of one's own (docs/own_layer.md). width: C. ffn_width: F, twice C unless
     given. backend: which attention code runs; `auto`: the fused one on a CPU, on a GPU the one measured to be fastest.
-    options: for a model of one's own to read.
+    edge_bias: whether edge features, standardized, enter the attention by a learned bias per layer and head. options:
+    for a model of one's own to read.
 
     graph_weight: what the GCN of SGFormer counts beside the attention, which counts the rest of 1.
     global_layers: how many of Polynormer's layers, the last ones, attend to all nodes instead of neighbours.
@@ -128,6 +135,7 @@ class ModelConfig(_Section):
     dropout: Probability = 0.0
     input_dropout: Probability = 0.0
     backend: Literal["auto", "reference", "torch", "cpu", "triton"] = "auto"
+    edge_bias: Annotated[bool, Field(strict=True)] = False
     encodings: EncodingsConfig = EncodingsConfig()
     graph_weight: Share = 0.5
     global_layers: Positive = 1
@@ -153,6 +161,14 @@ class ModelConfig(_Section):
             raise ValueError(
                 f"layers is {self.layers} and global_layers {self.global_layers}; Polynormer needs a local layer, set "
                 f"layers to {self.global_layers + 1} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_bias_needs_attention(self) -> ModelConfig:
+        if self.edge_bias and self.name in _NO_EDGE_ATTENTION:
+            raise ValueError(
+                f"edge_bias has no effect with {self.name}, which has no attention over edges; use GT or GAT"
             )
         return self
 
@@ -387,14 +403,33 @@ class Config(_Section):
     train: TrainConfig = TrainConfig(steps=100)
     monitor: MonitorConfig = MonitorConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_partition_that_comes_is_taken(cls, sections: Any) -> Any:
+        if not isinstance(sections, dict):
+            return sections
+        data, partition = sections.get("data"), sections.get("partition", {})
+        if isinstance(data, dict) and data.get("name") == "dgl-partition" and isinstance(partition, dict):
+            return {**sections, "partition": {"method": "given", **partition}}
+        return sections
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
+        if self.partition.method == "given" and self.data.name != "dgl-partition":
+            raise ValueError(
+                f"partition.method given needs a graph that comes with a partition, data.name dgl-partition; it is "
+                f"{self.data.name}"
+            )
         fanouts = self.sampling.per_layer(self.model.layers)
         if all(fanout is None for fanout in fanouts):
             for key in ("redraw", "method", "correct"):
                 value = getattr(self.sampling, key)
                 if value != SamplingConfig.model_fields[key].default:
                     raise ValueError(f"sampling.{key} {value} has no effect without sampling.fanout; set a fanout")
+        if self.model.edge_bias and self.sampling.method == "random_walk":
+            raise ValueError(
+                "model.edge_bias has no effect with sampling.method random_walk, whose lists are no edges; use another"
+            )
         if self.batch.kind == "full" and self.batch.micro_batches * self.batch.accumulation > 1:
             raise ValueError(
                 f"batch.micro_batches {self.batch.micro_batches} times batch.accumulation {self.batch.accumulation} "

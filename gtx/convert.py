@@ -278,6 +278,34 @@ def to_pyg(graph: Graph) -> Any:
     return made
 
 
+def from_arrays(
+    source: Any,
+    destination: Any,
+    features: Any,
+    labels: Any,
+    masks: Sequence[Any],
+    edge_features: Any,
+    *,
+    name: str,
+    names: Names | None = None,
+    num_classes: int | None = None,
+    metric: Metric = "accuracy",
+    seed: int = 0,
+    split: int = 0,
+) -> Graph:
+    """The graph of arrays or tensors as `from_pyg` takes them.
+
+    Args:
+        source, destination: `[E]`. features: `[N, F]` or `[N]`. labels: `[N]` or `[N, 1]`.
+        masks: of training, validation and test, `[N]`, `[N, splits]` or None. edge_features: `[E, Fe]`, `[E]` or None.
+
+    Raises:
+        ValueError: one line that says what is missing or wrong.
+    """
+    given = _Tensors(source, destination, features, labels, masks, edge_features)
+    return given.checked(name, names or Names(), num_classes, metric, seed, split)
+
+
 def _tensor(array: npt.NDArray[Any]) -> Tensor:
     """A tensor of its own: a graph's arrays may be memory maps that nothing may write into."""
     return torch.from_numpy(np.array(array))

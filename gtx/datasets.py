@@ -1,6 +1,7 @@
 """The graphs one can ask for by name: one's own tables, scikit-learn's digits, two generators, packed real graphs.
 
-What a graph is and how it is checked is in `graphs.py`. Nothing here downloads: the real graphs are read from a folder.
+What a graph is and how it is checked is in `graphs.py`, sets of DGL, PyG and OGB in `libraries.py`. Nothing here
+downloads: the real graphs are read from a folder.
 
 Every draw comes from a Philox stream keyed by (seed, purpose), so that a graph is the same on every rank and its split
 can change without the graph changing.
@@ -31,9 +32,11 @@ from gtx.graphs import (
     from_edges,
     with_distinct_edges,
     with_self_loops,
+    with_standardized_edge_features,
     with_standardized_features,
     with_undirected,
 )
+from gtx.libraries import LIBRARIES, load_set
 from gtx.splits import split_generator, stratified_split
 
 logger = logging.getLogger(__name__)
@@ -56,12 +59,13 @@ def load_graph(
     edges: str | Path | None = None,
     dedupe: bool = False,
     standardize: bool = False,
+    edge_bias: bool = False,
 ) -> Graph:
     """The graph called `name`, read or generated.
 
     Args:
-        name: one of `graph_names()`, or an alias of it.
-        root: folder of the packed real graphs; generated graphs do not look at it.
+        name: one of `graph_names()`, an alias of it, or a library's set, see `libraries.load_set`.
+        root: folder of the packed real graphs or of a library's; generated graphs do not look at it.
         seed: of everything that is drawn here. Graphs with a split of their own draw nothing.
         split: which split: 0 for Planetoid's, 0..9 for the other real graphs; generated graphs and tables without a
             split draw any number of them.
@@ -71,16 +75,22 @@ def load_graph(
         nodes, edges: the files of `table`.
         dedupe: whether to keep only the first of edges with the same ends (before `undirected`).
         standardize: whether features get mean 0 and deviation 1 over the training nodes.
+        edge_bias: whether edge features are standardized for the attention (before self loops, so that an added one is
+            as any edge).
 
     Raises:
         ValueError: for an unknown name, option or split, or a file that is missing or damaged.
     """
     canonical = _ALIASES.get(name, name)
-    if canonical not in _SOURCES:
-        raise ValueError(f"data.name is {name!r}, which is no known graph; choose one of {', '.join(graph_names())}")
+    library = name.partition(":")[0] if ":" in name else ""
+    if canonical not in _SOURCES and library not in LIBRARIES:
+        raise ValueError(
+            f"data.name is {name!r}, which is no known graph; choose one of {', '.join(graph_names())}, or a library's "
+            "set as dgl:CLASS, pyg:CLASS/NAME or ogb:NAME"
+        )
     if seed < 0 or split < 0:
         raise ValueError(f"seed is {seed} and data.split is {split}; neither can be negative")
-    source = _SOURCES[canonical]
+    source = _SOURCES.get(canonical) or _Source(_of_library, _LIBRARY_OPTIONS)
     taken = _take_options(canonical, source.options, options)
     files = [None if file is None else Path(file) for file in (root, nodes, edges)]
     graph = source.build(_Request(canonical, seed, split, taken, *files))
@@ -88,6 +98,8 @@ def load_graph(
         graph = with_distinct_edges(graph)
     if undirected:
         graph = with_undirected(graph)
+    if edge_bias:
+        graph = with_standardized_edge_features(graph)
     graph = with_self_loops(graph, cast(SelfLoopPolicy, self_loops))
     return with_standardized_features(graph) if standardize else graph
 
@@ -200,6 +212,35 @@ def _table(request: _Request) -> Graph:
         seed=request.seed,
         split=request.split,
     )
+
+
+def _dgl_partition(request: _Request) -> Graph:
+    """What `dgl.distributed.partition_graph` wrote into `data.root`, see `partition_folders.py`.
+
+    Options: `features` (`feat`) and `label` (`label`), keys of ndata; `edge_features`, a key of edata; `original_id`,
+    the key of ndata or the file that holds the original number of each node; `metric`.
+    """
+    from gtx.partition_folders import read_partition_folder
+
+    if request.root is None:
+        raise ValueError(
+            "data.name dgl-partition needs data.root; set it to the folder that dgl.distributed.partition_graph wrote"
+        )
+    return read_partition_folder(request.root, seed=request.seed, split=request.split, **request.options)
+
+
+def _of_library(request: _Request) -> Graph:
+    """A set that DGL, PyG or OGB loads, see `libraries.py`. Options: `metric`, if not the usual one; `normalize`."""
+    graph = load_set(
+        request.name,
+        root=request.root,
+        seed=request.seed,
+        split=request.split,
+        metric=cast(Metric | None, request.options["metric"]),
+    )
+    if request.options["normalize"] == "row":
+        graph = dataclasses.replace(graph, features=_row_normalized(graph.features))
+    return graph
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,11 +516,16 @@ def _read_packed(request: _Request, file: str, metric: Metric) -> Graph:
         ) from error
     masks = _packed_masks(request, arrays)
     if request.options["normalize"] == "row":
-        sums = features.sum(axis=1, keepdims=True)
-        features = features / np.where(sums == 0, np.float32(1), sums)
+        features = _row_normalized(features)
     if "labelled" in arrays:
         labels = np.where(arrays["labelled"], labels, UNLABELLED)
     return from_edges(request.name, edges[0], edges[1], len(labels), features, labels, *masks, metric=metric)
+
+
+def _row_normalized(features: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    sums = features.sum(axis=1, keepdims=True)
+    normalized: npt.NDArray[np.float32] = features / np.where(sums == 0, np.float32(1), sums)
+    return normalized
 
 
 def _packed_features(arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
@@ -510,6 +556,7 @@ _FEATURE_OPTIONS = {
     "feature_noise": _Option(float, 1.0, low=0, high=1e6),
 }
 _NORMALIZE = {"normalize": _Option(str, "none", choices=("none", "row"))}
+_LIBRARY_OPTIONS = {"metric": _Option(str, None, choices=("accuracy", "roc_auc")), **_NORMALIZE}
 _ALIASES = {
     "squirrel_filtered": "squirrel",
     "amazon_computers": "computer",
@@ -530,6 +577,16 @@ _SOURCES: Mapping[str, _Source] = {
             "features": _Option(list, None),
             "ignore": _Option(list, ()),
             "separator": _TEXT,
+            "metric": _Option(str, "accuracy", choices=("accuracy", "roc_auc")),
+        },
+    ),
+    "dgl-partition": _Source(
+        _dgl_partition,
+        {
+            "features": dataclasses.replace(_TEXT, default="feat"),
+            "label": dataclasses.replace(_TEXT, default="label"),
+            "edge_features": _TEXT,
+            "original_id": _TEXT,
             "metric": _Option(str, "accuracy", choices=("accuracy", "roc_auc")),
         },
     ),

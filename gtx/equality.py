@@ -207,7 +207,7 @@ def _run(world: World, config: ModelConfig, graph: PartitionedGraph, case: _Case
     """One step's outcome on this rank."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = GraphModel(config, graph.graph.num_features, graph.graph.num_classes)
+        model = GraphModel(config, *graph.graph.dims)
     engine = _GradientsOnly(model, EngineConfig(name="torch", precision="float64"), world, 1)
     watched = _Watched()
     watched.watch(model.layers)

@@ -113,7 +113,8 @@ def _measure(
 
     def peak(layers: int, rows: int, edges: int) -> float:
         deep = config.model_copy(update={"layers": layers})
-        return float(_peak(deep, _random_graph(rows, edges, num_features, num_classes), precision, backend, kind))
+        graph = _random_graph(rows, edges, num_features, num_classes, edge_features=config.edge_bias)
+        return float(_peak(deep, graph, precision, backend, kind))
 
     sizes = ((_ROWS, _EDGES), (2 * _ROWS, _EDGES), (2 * _ROWS, 2 * _EDGES))
     few, many = (np.array([peak(config.layers + more, *size) for size in sizes]) for more in (0, _MORE_LAYERS))
@@ -130,15 +131,18 @@ def _slopes(at: Sequence[float] | np.ndarray[Any, Any]) -> tuple[float, float]:
     return max(float(at[1] - at[0]), 0.0) / _ROWS, max(float(at[2] - at[1]), 0.0) / _EDGES
 
 
-def _random_graph(rows: int, edges: int, num_features: int, num_classes: int) -> Graph:
-    """Half of the nodes are trained on."""
+def _random_graph(rows: int, edges: int, num_features: int, num_classes: int, *, edge_features: bool) -> Graph:
+    """Half of the nodes are trained on. edge_features: whether edges have some; how many is no activation's size."""
     rng = np.random.default_rng(0)
     src, dst = rng.integers(0, rows, (2, edges))
     train = np.arange(rows) % 2 == 0
     none = np.zeros(rows, dtype=bool)
     features = rng.standard_normal((rows, num_features), dtype=np.float32)
     labels = rng.integers(0, num_classes, rows)
-    return from_edges("random", src, dst, rows, features, labels, train, none, none, num_classes=num_classes)
+    given = rng.standard_normal((edges, 4), dtype=np.float32) if edge_features else None
+    return from_edges(
+        "random", src, dst, rows, features, labels, train, none, none, num_classes=num_classes, edge_features=given
+    )
 
 
 def _peak(config: ModelConfig, graph: Graph, precision: str, backend: str, kind: Checkpointing) -> int:
@@ -151,7 +155,7 @@ def _peak(config: ModelConfig, graph: Graph, precision: str, backend: str, kind:
         cut = replace(cut, inputs=NodeInputs((made,)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = GraphModel(config, graph.num_features, graph.num_classes)
+        model = GraphModel(config, *graph.dims)
     # Half precision is allowed to any engine here: nothing is learnt.
     settings = EngineConfig(name="torch", optimizer="sgd").model_copy(update={"precision": precision})
     engine = _NoSteps(model, settings, solo(), 2)

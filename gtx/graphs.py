@@ -42,6 +42,15 @@ class Names:
 
 
 @dataclass(frozen=True, eq=False)
+class Assignment:
+    """The part, int32 [N], that each node was put into where the graph came from, of `parts`; by: who put it there."""
+
+    part_of: npt.NDArray[np.int32]
+    parts: int
+    by: str
+
+
+@dataclass(frozen=True, eq=False)
 class Graph:
     """A node-classification graph in CSR form: row = destination, column = source.
 
@@ -57,8 +66,9 @@ class Graph:
         train_mask, val_mask, test_mask: bool [N], disjoint.
         num_classes: classes the labels are drawn from.
         metric: what validation and test report.
-        edge_features: float32 [E, Fe] beside `indices`, or None. No model reads them yet.
+        edge_features: float32 [E, Fe] beside `indices`, or None. Attention reads them with `model.edge_bias`.
         names: ids and column names of the source, where it had any. Not part of what is computed.
+        assignment: the partition that the source came with, for `partition.method: given`.
     """
 
     name: str
@@ -73,6 +83,7 @@ class Graph:
     metric: Metric = "accuracy"
     edge_features: npt.NDArray[np.float32] | None = None
     names: Names = Names()
+    assignment: Assignment | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -86,6 +97,15 @@ class Graph:
     @property
     def num_features(self) -> int:
         return int(self.features.shape[1])
+
+    @property
+    def num_edge_features(self) -> int:
+        return 0 if self.edge_features is None else int(self.edge_features.shape[1])
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """What a model is built for: features, classes, edge features."""
+        return self.num_features, self.num_classes, self.num_edge_features
 
     @property
     def in_degrees(self) -> Int64Array:
@@ -273,6 +293,31 @@ def with_standardized_features(graph: Graph) -> Graph:
     scaled = (graph.features - seen.mean(axis=0)) / deviation
     rows = _check_features(graph.name, "standardized feature", "node", np.where(constant, 0.0, scaled), len(scaled))
     return dataclasses.replace(graph, features=rows)
+
+
+def with_standardized_edge_features(graph: Graph) -> Graph:
+    """Every edge feature minus its mean, over its standard deviation, both of the in-edges of training nodes.
+
+    So an edge whose features are 0 is as any other. A feature that is the same at all those edges becomes 0 everywhere,
+    as does everything where there is no such edge.
+
+    Raises:
+        ValueError: for a graph without edge features, or a value that does not fit into float32 any more.
+    """
+    if not graph.num_edge_features:
+        raise ValueError(
+            f"model.edge_bias is true, but graph {graph.name!r} has no edge features; give it some or set it to false"
+        )
+    assert graph.edge_features is not None
+    _, destination = edge_list(graph)
+    seen = graph.edge_features[graph.train_mask[destination]].astype(np.float64)
+    if not len(seen):
+        return dataclasses.replace(graph, edge_features=np.zeros_like(graph.edge_features))
+    constant = seen.min(axis=0) == seen.max(axis=0)
+    deviation = np.where(constant, 1.0, seen.std(axis=0))
+    scaled = np.where(constant, 0.0, (graph.edge_features - seen.mean(axis=0)) / deviation)
+    rows = _check_features(graph.name, "standardized edge feature", "edge", scaled, len(scaled))
+    return dataclasses.replace(graph, edge_features=rows)
 
 
 def edge_list(graph: Graph) -> tuple[Int64Array, Int64Array]:

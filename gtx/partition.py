@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["metis", "ldg", "bfs", "hash", "random"]
+Method = Literal["metis", "ldg", "bfs", "hash", "random", "given"]
 Int32Array = npt.NDArray[np.int32]
 _Metis = Callable[
     [Int64Array, Int64Array, int, int], Int64Array
@@ -155,7 +155,8 @@ def assign(graph: Graph, method: Method, parts: int, seed: int) -> Int32Array:
 
     `metis` keeps neighbours together and the numbers of nodes near equal, `bfs` cuts a breadth-first order of the nodes
     into equal runs, `random` is the baseline of equal runs in random order. `ldg` gives each node in turn to the part
-    with most of its neighbours and room left, `hash` to one by its id alone (see `streaming.py`). Edges are taken
+    with most of its neighbours and room left, `hash` to one by its id alone (see `streaming.py`), `given` is
+    `graph.assignment`. Edges are taken
     without direction, multiplicity or self loops. With more parts than nodes some parts are empty.
 
     Returns:
@@ -187,6 +188,8 @@ def fingerprint(graph: Graph, method: Method, parts: int, seed: int, order: Node
         array = np.ascontiguousarray(getattr(graph, name))
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
+    if method == "given":
+        digest.update(np.ascontiguousarray(_assign_given(graph, parts, seed)).data)
     return digest.hexdigest()
 
 
@@ -218,6 +221,8 @@ def _assigner(method: str, parts: int, seed: int) -> _Assigner:
         return _Assigner(f"scipy {scipy.__version__}", _assign_bfs)
     if method == "ldg":
         return _Assigner("gtx 1", _assign_ldg)
+    if method == "given":
+        return _Assigner("as it came", _assign_given)
     if method == "hash":
         return _Assigner("gtx 1", lambda graph, parts, seed: by_hash(graph.num_nodes, parts, seed))
     if method == "metis":
@@ -263,6 +268,20 @@ def _assign_random(graph: Graph, parts: int, seed: int) -> Int32Array:
 def _assign_bfs(graph: Graph, parts: int, seed: int) -> Int32Array:
     """Breadth-first within each component from a random node of it; components one after the other."""
     return _equal_runs(breadth_first(*simple_neighbors(graph), seed), parts)
+
+
+def _assign_given(graph: Graph, parts: int, seed: int) -> Int32Array:
+    given = graph.assignment
+    if given is None:
+        raise ValueError(
+            f"partition method given: graph {graph.name!r} came without a partition; choose another method"
+        )
+    if given.parts != parts:
+        raise ValueError(
+            f"partition parts is {parts}, but graph {graph.name!r} came in {given.parts} parts by {given.by}; set "
+            f"partition.parts to {given.parts}, or partition.method to another"
+        )
+    return given.part_of
 
 
 def _assign_ldg(graph: Graph, parts: int, seed: int) -> Int32Array:
@@ -396,6 +415,7 @@ def _relabel(graph: Graph, assigned: Int32Array, nodes: Int64Array, parts: int) 
         graph,
         edge_features=None if graph.edge_features is None else graph.edge_features[edge_from],
         names=dataclasses.replace(graph.names, nodes=graph.node_ids[original_id]),
+        assignment=None,
         indptr=indptr,
         indices=new_id[graph.indices[edge_from]],
         features=graph.features[original_id],
@@ -467,7 +487,7 @@ def load(folder: str | Path) -> PartitionedGraph:
             num_classes=int(manifest["graph"]["num_classes"]),
             metric=manifest["graph"]["metric"],
             names=Names(nodes=arrays["original_id"]),
-            **{name: arrays[name] for name in (*_GRAPH_ARRAYS, *_MAYBE) if name in arrays},
+            **cast(Any, {name: arrays[name] for name in (*_GRAPH_ARRAYS, *_MAYBE) if name in arrays}),
         )
         partitioned = PartitionedGraph(graph, arrays["starts"], arrays["original_id"], facts, folder)
         _check_consistent(partitioned)

@@ -58,7 +58,7 @@ def predict(config: Config, checkpoint: Path, say: Say) -> pd.DataFrame | None:
         )
         backend = attention_backend(config, world, DTYPES[plain.precision], loud, graph)
         torch.manual_seed(config.seed)
-        model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
+        model = GraphModel(config.model, *graph.graph.dims)
         engine = make_engine(model, plain, world, 1, loud, state)
         executor = Executor(
             engine, graph, world, PhaseTimer(), seed=config.seed, num_heads=config.model.heads, backend=backend

@@ -75,6 +75,7 @@ class Loaded:
     partitioned: PartitionedGraph
     summary: GraphSummary
     reused: bool
+    unused_edge_features: int = 0  # known where the graph was read
 
     def facts(self) -> dict[str, Any]:
         """How the graph was cut and what was made for it, for the strategy report."""
@@ -104,6 +105,7 @@ def read_graph(config: Config) -> Graph:
         undirected=data.undirected,
         self_loops=data.self_loops,
         standardize=data.standardize,
+        edge_bias=config.model.edge_bias,
         options=data.options,
     )
 
@@ -119,6 +121,8 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
 
     def make() -> Loaded:
         graph = read_graph(config)
+        unused = 0 if config.model.edge_bias else graph.num_edge_features
+        graph = replace(graph, edge_features=None) if unused else graph
         part, data = config.partition, config.data
         partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache, data.order)
         sampling = config.sampling
@@ -127,7 +131,7 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
             walks = (longest, sampling.walks, sampling.restart, config.seed)
             partitioned = replace(partitioned, lists=load_or_walk(partitioned, *walks, part.cache))
         partitioned = replace(partitioned, inputs=load_or_make(graph, wanted, part.cache))
-        return Loaded(partitioned, summarize(graph), reused)
+        return Loaded(partitioned, summarize(graph), reused, unused)
 
     if world is None or world.size == 1:
         return make()
@@ -219,6 +223,11 @@ def tell_graph(loaded: Loaded, say: Say, *, order: bool = False) -> None:
         f"{summary.num_features} features, {summary.num_classes} classes; {summary.isolated_nodes} isolated nodes, "
         f"{summary.duplicate_edges} duplicate edges, {summary.self_loops} self loops"
     )
+    if loaded.unused_edge_features:
+        say(
+            f"note: {loaded.unused_edge_features} edge features are not used; "
+            "attention takes them with model.edge_bias=true"
+        )
     made = "reused" if loaded.reused else f"made in {facts.seconds:.1f} s"
     say(
         f"partitions: {facts.parts} by {facts.method} ({facts.implementation}), {made}; cut {facts.cut_fraction:.1%}, "

@@ -94,7 +94,7 @@ def train(config: Config, run_dir: Path, say: Say, command: str, resume: Path | 
             first_step = resumed.step
             loud(f"resuming at step {first_step}, left by {resumed.world_size} rank(s)")
         torch.manual_seed(config.seed)
-        model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
+        model = GraphModel(config.model, *graph.graph.dims)
         num_parameters = sum(p.numel() for p in model.parameters())
         shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
         pilot: Pilot

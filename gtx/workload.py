@@ -39,7 +39,7 @@ def model_shape(config: ModelConfig, model: GraphModel, graph: PartitionedGraph,
 
 def workload_of(config: Config, graph: PartitionedGraph) -> tuple[Workload, ModelShape]:
     """The first step's workload of a config, and its model's shape, without ranks."""
-    model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
+    model = GraphModel(config.model, *graph.graph.dims)
     shape = model_shape(config.model, model, graph, DTYPES[config.engine.precision].itemsize)
     batches = BatchPlanner(graph, config.batch, config.sampling, config.model.layers, config.seed)
     return count_workload(graph, batches.step(0), shape), shape

@@ -95,7 +95,7 @@ def rig(
     engine_settings = {"name": "torch", "precision": "float64", **settings.get("engine", {})}
     config = parse_config({**settings, "engine": engine_settings})
     torch.manual_seed(config.seed)
-    model = GraphModel(config.model, graph.graph.num_features, graph.graph.num_classes)
+    model = GraphModel(config.model, *graph.graph.dims)
     engine = TorchEngine(model, config.engine, world, 10)
     timer = PhaseTimer()
     timer.start_step()

@@ -84,6 +84,8 @@ def test_checkpointing_holds_less_and_recomputes_one_layer_at_a_time() -> None:
         assert layer.live_row > none.live_row
     deep = ModelConfig(name="Polynormer", width=32, heads=4, layers=5, global_layers=3)
     assert measure_footprints(deep, 9, 4, kinds=("none",))[0].held_row > 0
+    biased = measure_footprints(ModelConfig(width=32, heads=4, edge_bias=True), 9, 4, kinds=("none",))[0]
+    assert biased.held_edge >= 4 * 4  # a bias per head
     half = measure_footprints(ModelConfig(width=32, heads=4), 9, 4, precision="bf16", kinds=("none",))[0]
     full = measure_footprints(ModelConfig(width=32, heads=4), 9, 4, kinds=("none",))[0]
     assert half.held_row == pytest.approx(full.held_row / 2, rel=0.1)

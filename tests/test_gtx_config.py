@@ -198,7 +198,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         "standardize, undirected",
     ),
     ({"partition": {"part": 4}}, "unknown key 'partition.part'; known here: cache, method, parts"),
-    ({"model": {"depth": 4}}, "unknown key 'model.depth'; known here: backend, dropout, encodings, "),
+    ({"model": {"depth": 4}}, "unknown key 'model.depth'; known here: backend, dropout, edge_bias, encodings, "),
     ({"batch": {"size": 4}}, "unknown key 'batch.size'; known here: accumulation, kind, micro_batches, parts, seeds"),
     ({"sampling": {"fan": 4}}, "unknown key 'sampling.fan'; known here: correct, fanout, method, redraw"),
     (

@@ -199,7 +199,8 @@ def test_a_wrong_option_is_named(name: str, options: dict[str, Any], message: st
 
 def test_unknown_names_and_negative_seeds_are_errors() -> None:
     with pytest.raises(
-        ValueError, match="'karate', which is no known graph; choose one of table, digits, sbm, rmat, cora"
+        ValueError,
+        match="'karate', which is no known graph; choose one of table, dgl-partition, digits, sbm, rmat, cora",
     ):
         load("karate")
     with pytest.raises(ValueError, match="seed is -1"):

@@ -28,7 +28,8 @@ from gtx.partition import Method, PartitionedGraph, assign, fingerprint, load, l
 from gtx.streaming import by_hash, linear_deterministic_greedy
 
 Pair = tuple[int, int]
-METHODS: tuple[Method, ...] = get_args(Method)
+# `given` assigns nothing by itself: `test_gtx_partition_folders.py`.
+METHODS: tuple[Method, ...] = tuple(method for method in get_args(Method) if method != "given")
 GRAPH_ARRAYS = ("indptr", "indices", "features", "labels", "train_mask", "val_mask", "test_mask")
 
 
@@ -443,3 +444,8 @@ def test_processes_that_race_for_a_folder_all_get_the_partition(tmp_path: Path) 
         assert not all(reused for *_, reused in own)
         (folder,) = cache.iterdir()  # nothing left over
         assert_equal(load(folder), partition(graph, "bfs", 4, 0))
+
+
+def test_a_partition_that_did_not_come_cannot_be_given() -> None:
+    with pytest.raises(ValueError, match="given: graph 'small' came without a partition; choose another"):
+        assign(make(3, [(0, 1)]), "given", 3, 0)

@@ -15,11 +15,13 @@ from gtx.parallel.context import WaveContext
 class GraphModel(nn.Module):
     """An encoder, layers and a classifier; the encoder and classifier are plain rows and, for GCN, absent.
 
+    With `edge_bias` a linear map of the edge features gives each layer's attention a bias per edge and head (a constant
+    would cancel in the softmax, so it has none), as GAT has it in PyG, and Graphormer (arXiv 2106.05234) for paths.
     Positional encodings are projected and added to the encoded features, as in Dwivedi and Bresson 2021 (arXiv
     2012.09699).
     """
 
-    def __init__(self, config: ModelConfig, num_features: int, num_classes: int):
+    def __init__(self, config: ModelConfig, num_features: int, num_classes: int, num_edge_features: int = 0):
         super().__init__()
         family = family_named(config.name)
         self.uses_edges = family.uses_edges
@@ -32,6 +34,8 @@ class GraphModel(nn.Module):
         encoded = config.width if family.has_ends else num_features
         self.encodings = nn.Linear(columns, encoded, bias=False) if columns else None
         self.layers = nn.ModuleList(family.layers(config, num_features, num_classes))
+        biased = config.layers if config.edge_bias else 0
+        self.edge_biases = nn.ModuleList(nn.Linear(num_edge_features, config.heads, bias=False) for _ in range(biased))
 
     @property
     def norms(self) -> list[MicroBatchNorm]:
@@ -50,5 +54,7 @@ class GraphModel(nn.Module):
         if self.encodings is not None:
             x = x + self.encodings(encodings)
         for index, layer in enumerate(self.layers):
-            x, token = wave.run(layer, index, x, token)
+            x, token = wave.run(
+                layer, index, x, token, cast(nn.Linear, self.edge_biases[index]) if self.edge_biases else None
+            )
         return cast(Tensor, self.classifier(x)), token

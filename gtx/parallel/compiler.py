@@ -68,6 +68,10 @@ class Compiler:
         self.num_nodes = graph.graph.num_nodes
         self.indptr = torch.from_numpy(np.asarray(graph.graph.indptr))
         self.indices = torch.from_numpy(np.asarray(graph.graph.indices))
+        features = graph.graph.edge_features
+        self.edge_features = None if features is None else torch.from_numpy(np.asarray(features))
+        # Edges that carry features are drawn by their place in the graph, others by their source: the same draws.
+        self._edge_places = torch.arange(len(self.indices), dtype=self.indices.dtype) if features is not None else None
         self.part_of = np.asarray(graph.part_of)
         self.original_id = np.asarray(graph.original_id)
         self.degrees = np.diff(np.asarray(graph.graph.indptr))
@@ -289,7 +293,8 @@ class Compiler:
         """In-edges of the attended rows, own block first, then in rank order."""
         rows = np.concatenate([arrived[peer] for peer in self._arrival_order()])
         nodes, local = self._split(state, rows)
-        indptr, indices, at = self.indptr, self.indices, torch.from_numpy(nodes)
+        indptr, at = self.indptr, torch.from_numpy(nodes)
+        indices = self.indices if self._edge_places is None else self._edge_places
         original = torch.from_numpy(self.original_id[nodes])
         # The whole graph in order needs no copy; a head-parallel group's rows arrive in blocks, out of order.
         everything = local is None and len(nodes) == self.num_nodes and (not self.has_model or self.world.size == 1)
@@ -305,7 +310,7 @@ class Compiler:
             neighbours = sample_neighbors(indptr, indices, rows_at, None, None)
             indptr, indices, rows_at = neighbours.indptr, neighbours.indices, None
         if parts[0] is not None:
-            kept = self._within(parts, local, np.diff(indptr.numpy()), indices.numpy())
+            kept = self._within(parts, local, np.diff(indptr.numpy()), self._sources(indices).numpy())
             kept_before = np.concatenate([[0], np.cumsum(kept)])
             indptr = torch.from_numpy(kept_before[indptr.numpy()])
             indices = indices[torch.from_numpy(kept)]
@@ -316,10 +321,10 @@ class Compiler:
             fanout,
             draws,
             method=method,
-            weights=self._importance.index_select(0, indices) if weighted else None,
+            weights=self._importance.index_select(0, self._sources(indices)) if weighted else None,
             source_keys=self._source_keys(batch, layer) if method == "shared" else None,
         )
-        sources: Ids = sample.indices.numpy()
+        sources: Ids = self._sources(sample.indices).numpy()
         if local is not None:
             sources = sources + np.repeat(local, np.diff(sample.indptr.numpy())) * self.num_nodes
         degrees = torch.from_numpy(self.degrees[nodes].astype(np.float64))
@@ -329,7 +334,12 @@ class Compiler:
         edge_inclusion = sample.edge_inclusion if batch.correct else None
         if batch.correct and method == "shared":
             inclusion = inclusion * sample.inclusion
-        return _Drawn(sample.indptr, sources, degrees, inclusion, edge_inclusion, float(degrees.sum()))
+        features = None if self.edge_features is None else self.edge_features.index_select(0, sample.indices)
+        return _Drawn(sample.indptr, sources, degrees, inclusion, edge_inclusion, float(degrees.sum()), features)
+
+    def _sources(self, indices: torch.Tensor) -> torch.Tensor:
+        """The sources of edges that are given by their places, or by their sources already."""
+        return indices if self._edge_places is None else self.indices.index_select(0, indices)
 
     def _within(
         self, parts: Sequence[Ids | None], local: Ids | None, counts: Ids, sources: npt.NDArray[Any]
@@ -378,11 +388,13 @@ class Compiler:
         return torch.from_numpy((self.degrees + 1).astype(np.float32))
 
     def _source_keys(self, batch: Batch, layer: int) -> torch.Tensor:
-        """What all rows of a layer draw a source by, int64 `[N]`."""
+        """What all rows of a layer draw a source by, int64 `[N]`, or `[E]` where edges are given by their places."""
         asked = (batch.seed, batch.step, layer)
         if self._shared[0] != asked:
             original = torch.from_numpy(self.original_id)
             self._shared = (asked, keys(batch.seed, PURPOSE_SHARED, batch.step, layer, original))
+            if self._edge_places is not None:
+                self._shared = (asked, self._shared[1].index_select(0, self.indices))
         return self._shared[1]
 
     def _arrival_order(self) -> list[int]:
@@ -436,7 +448,7 @@ class Compiler:
             arrived = np.concatenate([slot[peer] for peer in self._arrival_order()])
             columns = self._columns_of(arrived, len(state.numbers))
             pattern = SparsePattern(found.indptr, torch.from_numpy(columns(found.sources)), len(arrived))
-            slots.append(EdgeSlot(heads, pattern, found.degrees, found.inclusion, found.edge_inclusion))
+            slots.append(EdgeSlot(heads, pattern, found.degrees, found.inclusion, found.edge_inclusion, found.features))
         return kv, tuple(slots)
 
     def _route(
@@ -619,6 +631,7 @@ class _Drawn:
     inclusion: torch.Tensor
     edge_inclusion: torch.Tensor | None
     num_edges_whole: float
+    features: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:

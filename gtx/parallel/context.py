@@ -76,6 +76,8 @@ class LayerContext:
         self._keeping = False
         self.replaying = False
         self.token = torch.empty(0)
+        self.edge_bias: nn.Linear | None = None  # edge features [E, Fe] to a bias [E, H]
+        self.has_biased = False
 
     # Facts ------------------------------------------------------------------------------------------------------------
 
@@ -161,15 +163,19 @@ class LayerContext:
     def attention(self, q: Tensor, kv: Sources | Tensor, *, scale: float | None = None) -> Tensor:
         """Softmax attention of `q [n_dst, H, d]` over in-edges; `kv [n_src, 2, H, d]` packs keys and values.
 
-        A drawn edge's logit grows by `-log(pi)`, so that the row's sums estimate those over its full neighbourhood.
+        Where the model has an edge bias, it is added to the logits. A drawn edge's logit grows by `-log(pi)`, so that
+        the row's sums estimate those over its full neighbourhood.
         Where all edges of a row are as likely, softmax ignores that, and nothing is added.
         """
         backend = self._runtime.backend
+        of_edges, q = self._edge_biases(q)
 
         def attend(edges: EdgeSlot, query: Tensor | None, source: Tensor) -> Tensor:
             assert query is not None
-            odds = edges.edge_inclusion
-            bias = None if odds is None else odds.log().neg_().to(query.dtype)
+            odds, bias = edges.edge_inclusion, of_edges(edges)
+            if odds is not None:
+                corrected = odds.log().neg_().to(query.dtype)
+                bias = corrected if bias is None else bias + corrected[:, None]
             return sparse_attention(
                 query[:, 0], source[:, 0], source[:, 1], edges.pattern, edge_bias=bias, scale=scale, backend=backend
             )
@@ -177,20 +183,22 @@ class LayerContext:
         return self.edgewise(attend, q.unsqueeze(1), kv)
 
     def additive_attention(self, own: Tensor, sources: Tensor, values: Tensor, *, slope: float = 0.2) -> Tensor:
-        """Attention over in-edges with the logits `leaky_relu(own[i] + sources[j])`, as in GAT.
+        """Attention over in-edges with the logits `leaky_relu(own[i] + sources[j] + edge bias)`, as in GAT.
 
         own: `[n_dst, H]`. sources: `[n_src, H]`. values: `[n_src, H, d]`. Drawn edges are corrected for as in
         `attention`. The fused attention runs with queries of 0 and the logits as its bias: no `[E, H, d]` is made, at
         the price of a product per edge that adds nothing. Returns `[n_dst, H, d]`.
         """
         backend, head_dim = self._runtime.backend, values.shape[2]
+        of_edges, own = self._edge_biases(own)
 
         def attend(edges: EdgeSlot, query: Tensor | None, source: Tensor) -> Tensor:
             assert query is not None
             pattern, packed = edges.pattern, source[:, 0]  # [cols, h, d + 1]
             v, score = packed[..., :head_dim], packed[..., head_dim]
             logits = query[:, 0, :, 0].index_select(0, pattern.row_index) + score.index_select(0, pattern.indices)
-            bias = F.leaky_relu(logits, slope)  # [E, h]
+            learned = of_edges(edges)
+            bias = F.leaky_relu(logits if learned is None else logits + learned, slope)  # [E, h]
             if edges.edge_inclusion is not None:
                 bias = bias - edges.edge_inclusion.log().to(bias.dtype)[:, None]
             return sparse_attention(
@@ -199,6 +207,27 @@ class LayerContext:
 
         packed = torch.cat([values, sources[..., None]], dim=2).unsqueeze(1)
         return self.edgewise(attend, own[:, None, :, None], packed, out_dim=head_dim)
+
+    def _edge_biases(self, queries: Tensor) -> tuple[Callable[[EdgeSlot], Tensor | None], Tensor]:
+        """A function from a slot to the bias `[E, h]` of its edges, or to None, and the queries.
+
+        The bias is computed once for all slots, since ranks differ in how many they have and its weights must be used
+        alike on all; the queries take the (empty) sum of nothing of it along, so that a rank without edges has a
+        gradient for them, of zeros, and every backward runs in the same order.
+        """
+        if self.edge_bias is None:
+            return lambda edges: None, queries
+        self.has_biased = True
+        slots = self._compiled.edges
+        given = [edges.features for edges in slots if edges.features is not None]
+        assert len(given) == len(slots), "a model with an edge bias runs on a graph with edge features"
+        features = torch.cat(given) if given else queries.new_zeros(0, self.edge_bias.in_features)
+        biases: Tensor = self.edge_bias(features.to(queries.dtype))  # [E of all slots, H]
+        pieces = biases.split([edges.pattern.num_edges for edges in slots]) if slots else ()
+        found = {
+            id(edges): piece[:, edges.heads[0] : edges.heads[1]] for edges, piece in zip(slots, pieces, strict=True)
+        }
+        return lambda edges: found[id(edges)], queries + biases[:0].sum()
 
     def aggregate(self, x: Tensor, reduce: str = "mean") -> Tensor:
         """Sum or mean of `x [n_src, C]` over the in-edges of each destination, `[n_dst, C]`.
@@ -360,9 +389,16 @@ class WaveContext:
         self.input = LayerContext(runtime, compiled.layers[0], compiled.micro_batches, -1, compiled.index)
         self._layerwise = runtime.checkpointing == "layer"
 
-    def run(self, layer: nn.Module, index: int, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Run layer `index` on rows `x [n_src, C]`: the rows of the next layer's owners, and the token."""
+    def run(
+        self, layer: nn.Module, index: int, x: Tensor, token: Tensor, edge_bias: nn.Linear | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run layer `index` on rows `x [n_src, C]`: the rows of the next layer's owners, and the token.
+
+        edge_bias: from edge features `[E, Fe]` to what attention adds to its logits, `[E, H]`.
+        Raises ValueError if there is one and the layer has no attention.
+        """
         context = self.layers[index]
+        context.edge_bias = edge_bias
 
         def forward(x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
             context.token = token
@@ -381,4 +417,8 @@ class WaveContext:
             )
         else:
             x, context.token = forward(x, token)
+        if edge_bias is not None and not context.has_biased:
+            raise ValueError(
+                "model.edge_bias has no effect: the model's layer has no attention over edges; set it to false"
+            )
         return context.move(x), context.token
