@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gtx.checkpoint import EngineState, Progress, find_checkpoint, read_checkpoint
 from gtx.config import Config
 from gtx.datasets import load_graph
+from gtx.expander import with_expander
 from gtx.graphs import Graph, GraphSummary, summarize
 from gtx.neighbor_lists import load_lists, load_or_walk
 from gtx.node_inputs import load_inputs, load_or_make
@@ -119,7 +121,8 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
     def make() -> Loaded:
         graph = read_graph(config)
         part, data = config.partition, config.data
-        partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache, data.order)
+        trained = with_expander(graph, config.model.added_degree, config.seed)
+        partitioned, reused = load_or_partition(trained, part.method, part.parts, config.seed, part.cache, data.order)
         sampling = config.sampling
         if sampling.method == "random_walk":
             longest = max(fanout or 1 for fanout in sampling.per_layer(config.model.layers))
@@ -182,6 +185,9 @@ def tell_graph(loaded: Loaded, say: Say, *, order: bool = False) -> None:
         f"{summary.num_features} features, {summary.num_classes} classes; {summary.isolated_nodes} isolated nodes, "
         f"{summary.duplicate_edges} duplicate edges, {summary.self_loops} self loops"
     )
+    types = loaded.partitioned.graph.edge_types
+    if types is not None:
+        say(f"expander: {np.count_nonzero(types):,} random edges added, each way one")
     made = "reused" if loaded.reused else f"made in {facts.seconds:.1f} s"
     say(
         f"partitions: {facts.parts} by {facts.method} ({facts.implementation}), {made}; cut {facts.cut_fraction:.1%}, "

@@ -28,6 +28,7 @@ class EdgeSlot:
     degrees: in-degree of each destination in the whole graph `[rows]`, float64, so that means over a sample can be
         scaled up. inclusion: probability `[rows]` of each attended in-edge of that row. edge_inclusion: times this one
         `[edges]`, where the edges of a row differ; both float64, and 1 where nothing is to be corrected.
+    types: int64 `[edges]`, the type of each edge; None where all are the graph's own.
     """
 
     heads: HeadRange
@@ -35,6 +36,7 @@ class EdgeSlot:
     degrees: torch.Tensor
     inclusion: torch.Tensor
     edge_inclusion: torch.Tensor | None
+    types: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> EdgeSlot:
         return replace(
@@ -43,6 +45,7 @@ class EdgeSlot:
             degrees=self.degrees.to(device),
             inclusion=self.inclusion.to(device),
             edge_inclusion=None if self.edge_inclusion is None else self.edge_inclusion.to(device),
+            types=None if self.types is None else self.types.to(device),
         )
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gtx.batches import Batch
+from gtx.graphs import NUM_EDGE_TYPES
 from gtx.parallel.compiled import CompiledBatch, CompiledLayer, CompiledWave, EdgeSlot, Ids, Reduction
 from gtx.parallel.exchange import Block, Route, Slot
 from gtx.parallel.world import World
@@ -67,7 +68,12 @@ class Compiler:
         self.whole = self.ranges.index((0, num_heads)) if (0, num_heads) in self.ranges else -1
         self.num_nodes = graph.graph.num_nodes
         self.indptr = torch.from_numpy(np.asarray(graph.graph.indptr))
+        # Where edges have types, `type * N + source`: samplers draw numbers and need not know what they stand for.
         self.indices = torch.from_numpy(np.asarray(graph.graph.indices))
+        self.num_types = 1
+        if graph.graph.edge_types is not None:
+            types = torch.from_numpy(np.asarray(graph.graph.edge_types))
+            self.indices, self.num_types = self.indices.long().add_(types, alpha=self.num_nodes), NUM_EDGE_TYPES
         self.part_of = np.asarray(graph.part_of)
         self.original_id = np.asarray(graph.original_id)
         self.degrees = np.diff(np.asarray(graph.graph.indptr))
@@ -305,7 +311,7 @@ class Compiler:
             neighbours = sample_neighbors(indptr, indices, rows_at, None, None)
             indptr, indices, rows_at = neighbours.indptr, neighbours.indices, None
         if parts[0] is not None:
-            kept = self._within(parts, local, np.diff(indptr.numpy()), indices.numpy())
+            kept = self._within(parts, local, np.diff(indptr.numpy()), self._sources(indices).numpy())
             kept_before = np.concatenate([[0], np.cumsum(kept)])
             indptr = torch.from_numpy(kept_before[indptr.numpy()])
             indices = indices[torch.from_numpy(kept)]
@@ -316,10 +322,11 @@ class Compiler:
             fanout,
             draws,
             method=method,
-            weights=self._importance.index_select(0, indices) if weighted else None,
+            weights=self._importance.index_select(0, self._sources(indices)) if weighted else None,
             source_keys=self._source_keys(batch, layer) if method == "shared" else None,
         )
-        sources: Ids = sample.indices.numpy()
+        sources: Ids = self._sources(sample.indices).numpy()
+        types = (sample.indices // self.num_nodes) if self.num_types > 1 else None
         if local is not None:
             sources = sources + np.repeat(local, np.diff(sample.indptr.numpy())) * self.num_nodes
         degrees = torch.from_numpy(self.degrees[nodes].astype(np.float64))
@@ -329,7 +336,11 @@ class Compiler:
         edge_inclusion = sample.edge_inclusion if batch.correct else None
         if batch.correct and method == "shared":
             inclusion = inclusion * sample.inclusion
-        return _Drawn(sample.indptr, sources, degrees, inclusion, edge_inclusion, float(degrees.sum()))
+        return _Drawn(sample.indptr, sources, degrees, inclusion, edge_inclusion, float(degrees.sum()), types)
+
+    def _sources(self, indices: torch.Tensor) -> torch.Tensor:
+        """The nodes that drawn indices stand for."""
+        return indices if self.num_types == 1 else indices % self.num_nodes
 
     def _within(
         self, parts: Sequence[Ids | None], local: Ids | None, counts: Ids, sources: npt.NDArray[Any]
@@ -378,10 +389,10 @@ class Compiler:
         return torch.from_numpy((self.degrees + 1).astype(np.float32))
 
     def _source_keys(self, batch: Batch, layer: int) -> torch.Tensor:
-        """What all rows of a layer draw a source by, int64 `[N]`."""
+        """What all rows of a layer draw a source by, int64 `[types N]`: edges of every type alike."""
         asked = (batch.seed, batch.step, layer)
         if self._shared[0] != asked:
-            original = torch.from_numpy(self.original_id)
+            original = torch.from_numpy(self.original_id).repeat(self.num_types)
             self._shared = (asked, keys(batch.seed, PURPOSE_SHARED, batch.step, layer, original))
         return self._shared[1]
 
@@ -436,7 +447,7 @@ class Compiler:
             arrived = np.concatenate([slot[peer] for peer in self._arrival_order()])
             columns = self._columns_of(arrived, len(state.numbers))
             pattern = SparsePattern(found.indptr, torch.from_numpy(columns(found.sources)), len(arrived))
-            slots.append(EdgeSlot(heads, pattern, found.degrees, found.inclusion, found.edge_inclusion))
+            slots.append(EdgeSlot(heads, pattern, found.degrees, found.inclusion, found.edge_inclusion, found.types))
         return kv, tuple(slots)
 
     def _route(
@@ -619,6 +630,7 @@ class _Drawn:
     inclusion: torch.Tensor
     edge_inclusion: torch.Tensor | None
     num_edges_whole: float
+    types: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
