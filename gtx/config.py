@@ -110,8 +110,13 @@ class EncodingsConfig(_Section):
         return sum(columns for _, columns in self.kinds)
 
 
-MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer")
-_READ_BY = {"graph_weight": "SGFormer", "global_layers": "Polynormer"}  # settings that one model alone reads
+MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer", "Exphormer")
+_READ_BY = {
+    "graph_weight": "SGFormer",
+    "global_layers": "Polynormer",
+    "expander_degree": "Exphormer",
+    "virtual_nodes": "Exphormer",
+}  # settings that one model alone reads
 
 
 _NO_EDGE_ATTENTION = ("GPS", "GCN", "SAGE", "MLP", "SGFormer", "Polynormer")
@@ -125,6 +130,8 @@ class ModelConfig(_Section):
 
     graph_weight: what the GCN of SGFormer counts beside the attention, which counts the rest of 1.
     global_layers: how many of Polynormer's layers, the last ones, attend to all nodes instead of neighbours.
+    expander_degree: how many random nodes each node of Exphormer attends to beside its neighbours, the same all along.
+    virtual_nodes: of Exphormer; they attend to all nodes and all nodes to them.
     """
 
     name: str = "GT"
@@ -139,7 +146,14 @@ class ModelConfig(_Section):
     encodings: EncodingsConfig = EncodingsConfig()
     graph_weight: Share = 0.5
     global_layers: Positive = 1
+    expander_degree: Annotated[int, Field(ge=0, multiple_of=2, strict=True)] = 4
+    virtual_nodes: Positive = 4
     options: dict[str, Any] = {}
+
+    @property
+    def added_degree(self) -> int:
+        """Random edges a node that the model has beside the graph's own."""
+        return self.expander_degree if self.name == "Exphormer" else 0
 
     @field_validator("name")
     @classmethod
@@ -167,9 +181,7 @@ class ModelConfig(_Section):
     @model_validator(mode="after")
     def _a_bias_needs_attention(self) -> ModelConfig:
         if self.edge_bias and self.name in _NO_EDGE_ATTENTION:
-            raise ValueError(
-                f"edge_bias has no effect with {self.name}, which has no attention over edges; use GT or GAT"
-            )
+            raise ValueError(f"edge_bias has no effect with {self.name}, whose layers do not read it; use GT or GAT")
         return self
 
     @model_validator(mode="after")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from gtx.batches import BatchPlanner
 from gtx.config import BatchConfig, Config, EngineConfig, ModelConfig, SamplingConfig
 from gtx.engine import TorchEngine
+from gtx.expander import with_expander
 from gtx.graphs import Graph
 from gtx.models import GraphModel, family_named
 from gtx.node_inputs import NodeInputs, make_input
@@ -105,7 +106,7 @@ def check_any_plan_equals_one_rank(
     family_named(config.name)
     if not graph.train_mask.any():
         raise ValueError(f"the graph {graph.name} has no training nodes; nothing would be compared")
-    cut = partition(graph, "random", min(_PARTS, graph.num_nodes), 0)
+    cut = partition(with_expander(graph, config.added_degree, 0), "random", min(_PARTS, graph.num_nodes), 0)
     if config.encodings.kinds:
         cut = replace(cut, inputs=NodeInputs(tuple(make_input(graph, *kind) for kind in config.encodings.kinds)))
     cases = [case for world_size in worlds for case in _cases(cut, config.layers, world_size)]

@@ -21,6 +21,8 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 UNLABELLED = -1
+OWN_EDGE, ADDED_EDGE = 0, 1  # types of edges
+NUM_EDGE_TYPES = 2
 _UNLABELLED_CODES = (-1, -100)  # -100 is torch's `ignore_index`; NaN is OGB's
 
 
@@ -69,6 +71,7 @@ class Graph:
         edge_features: float32 [E, Fe] beside `indices`, or None. Attention reads them with `model.edge_bias`.
         names: ids and column names of the source, where it had any. Not part of what is computed.
         assignment: the partition that the source came with, for `partition.method: given`.
+        edge_types: int8 [E] beside `indices`, `OWN_EDGE` or `ADDED_EDGE`; None where all are the graph's own.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Graph:
     edge_features: npt.NDArray[np.float32] | None = None
     names: Names = Names()
     assignment: Assignment | None = None
+    edge_types: npt.NDArray[np.int8] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -279,6 +283,29 @@ def with_distinct_edges(graph: Graph) -> Graph:
     return _with_edges(graph, keys, None if graph.edge_features is None else graph.edge_features[first])
 
 
+def with_added_edges(graph: Graph, src: Int64Array, dst: Int64Array) -> Graph:
+    """Add edges that are not the graph's own, after those with the same ends, with edge features of 0.
+
+    Not idempotent; to be done after all that changes the graph's own edges.
+    """
+    assert graph.edge_types is None
+    keys = np.concatenate([_edge_keys(*edge_list(graph), graph.num_nodes), _edge_keys(src, dst, graph.num_nodes)])
+    columns = 0 if graph.edge_features is None else graph.edge_features.shape[1]
+    beside = np.zeros((len(keys), columns + 1), dtype=np.float32)  # edge features, then the type
+    if graph.edge_features is not None:
+        beside[: graph.num_edges, :columns] = graph.edge_features
+    beside[:, columns] = np.where(np.arange(len(keys)) < graph.num_edges, OWN_EDGE, ADDED_EDGE)
+    rows = _csr(keys, graph.num_nodes, beside)
+    assert rows.edge_features is not None
+    return dataclasses.replace(
+        graph,
+        indptr=rows.indptr,
+        indices=rows.indices,
+        edge_features=rows.edge_features[:, :columns] if columns else graph.edge_features,
+        edge_types=rows.edge_features[:, columns].astype(np.int8),
+    )
+
+
 def with_standardized_features(graph: Graph) -> Graph:
     """Every feature minus its mean, over its standard deviation, both of the training nodes (and in float64).
 
@@ -387,6 +414,7 @@ def _csr(keys: Int64Array, num_nodes: int, edge_features: npt.NDArray[np.float32
 
 
 def _with_edges(graph: Graph, keys: Int64Array, edge_features: npt.NDArray[np.float32] | None) -> Graph:
+    assert graph.edge_types is None, "edges are added last"
     rows = _csr(keys, graph.num_nodes, edge_features)
     return dataclasses.replace(graph, indptr=rows.indptr, indices=rows.indices, edge_features=rows.edge_features)
 

@@ -46,7 +46,7 @@ _Metis = Callable[
 FORMAT = "gtx-partition"
 FORMAT_VERSION = 2
 _GRAPH_ARRAYS = ("indptr", "indices", "features", "labels", "train_mask", "val_mask", "test_mask")
-_MAYBE = ("edge_features",)  # arrays that not every graph has
+_MAYBE = ("edge_features", "edge_types")  # arrays that not every graph has
 _DTYPES = {
     "indptr": ("int64",),
     "indices": ("int32", "int64"),
@@ -58,6 +58,7 @@ _DTYPES = {
     "starts": ("int64",),
     "original_id": ("int64",),
     "edge_features": ("float32",),
+    "edge_types": ("int8",),
 }
 
 
@@ -414,6 +415,7 @@ def _relabel(graph: Graph, assigned: Int32Array, nodes: Int64Array, parts: int) 
     relabelled = dataclasses.replace(
         graph,
         edge_features=None if graph.edge_features is None else graph.edge_features[edge_from],
+        edge_types=None if graph.edge_types is None else graph.edge_types[edge_from],
         names=dataclasses.replace(graph.names, nodes=graph.node_ids[original_id]),
         assignment=None,
         indptr=indptr,
@@ -573,8 +575,10 @@ def _check_consistent(partitioned: PartitionedGraph) -> None:
     graph, starts, original_id = partitioned.graph, partitioned.starts, partitioned.original_id
     num_nodes = graph.num_nodes
     per_node = [original_id, *(getattr(graph, name) for name in _GRAPH_ARRAYS if name not in ("indptr", "indices"))]
-    if graph.edge_features is not None and len(graph.edge_features) != graph.num_edges:
-        raise ValueError(f"its arrays have {len(graph.edge_features)} edge features for {graph.num_edges} edges")
+    for name in _MAYBE:
+        array = getattr(graph, name)
+        if array is not None and len(array) != graph.num_edges:
+            raise ValueError(f"its arrays have {len(array)} {name.replace('_', ' ')} for {graph.num_edges} edges")
     if any(len(array) != num_nodes for array in per_node):
         raise ValueError(f"its arrays have {sorted({len(array) for array in per_node})} rows for {num_nodes} nodes")
     for name, ranges, total in (("indptr", graph.indptr, graph.num_edges), ("starts", starts, num_nodes)):

@@ -20,6 +20,7 @@ import torch
 from gtx.checkpoint import EngineState, Progress, find_checkpoint, read_checkpoint
 from gtx.config import Config
 from gtx.datasets import load_graph
+from gtx.expander import with_expander
 from gtx.graphs import Graph, GraphSummary, summarize
 from gtx.neighbor_lists import load_lists, load_or_walk
 from gtx.node_inputs import load_inputs, load_or_make
@@ -124,7 +125,8 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
         unused = 0 if config.model.edge_bias else graph.num_edge_features
         graph = replace(graph, edge_features=None) if unused else graph
         part, data = config.partition, config.data
-        partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache, data.order)
+        trained = with_expander(graph, config.model.added_degree, config.seed)
+        partitioned, reused = load_or_partition(trained, part.method, part.parts, config.seed, part.cache, data.order)
         sampling = config.sampling
         if sampling.method == "random_walk":
             longest = max(fanout or 1 for fanout in sampling.per_layer(config.model.layers))
@@ -228,6 +230,9 @@ def tell_graph(loaded: Loaded, say: Say, *, order: bool = False) -> None:
             f"note: {loaded.unused_edge_features} edge features are not used; "
             "attention takes them with model.edge_bias=true"
         )
+    types = loaded.partitioned.graph.edge_types
+    if types is not None:
+        say(f"expander: {np.count_nonzero(types):,} random edges added, each way one")
     made = "reused" if loaded.reused else f"made in {facts.seconds:.1f} s"
     say(
         f"partitions: {facts.parts} by {facts.method} ({facts.implementation}), {made}; cut {facts.cut_fraction:.1%}, "

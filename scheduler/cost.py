@@ -61,6 +61,7 @@ def source_flops(model: ModelShape, layer: int) -> float:
     projections = {
         "GT": 4.0 * c * c,
         "GPS": 4.0 * c * c + linear,
+        "Exphormer": 6.0 * c * c + linear,
         "GAT": 2.0 * c * c,
         "SGFormer": 2.0 * c * c + (6.0 * c * c + linear if first else 0.0),
         "Polynormer": 2.0 * c * c if layer < model.local_layers else 4.0 * c * c + linear,
@@ -85,6 +86,7 @@ def destination_flops(model: ModelShape, layer: int) -> float:
     mixing = {
         "GT": 4.0 * c * c,
         "GPS": 8.0 * c * c + linear,
+        "Exphormer": 10.0 * c * c + linear,
         "SGFormer": linear if layer == 0 else 0.0,
         "Polynormer": 4.0 * c * c + (0.0 if layer < model.local_layers else linear),
     }
@@ -94,7 +96,7 @@ def destination_flops(model: ModelShape, layer: int) -> float:
 def row_bytes(model: ModelShape, layer: int) -> float:
     """Memory traffic per row of what is no product: norms, residuals, activations, counted from the layers' code."""
     c, f = float(model.width), float(model.ffn_width)
-    residual = {"GT": 16.0, "GPS": 48.0, "SAGE": 12.0, "GAT": 12.0, "MLP": 7.0}  # layers with an FFN
+    residual = {"GT": 16.0, "GPS": 48.0, "Exphormer": 34.0, "SAGE": 12.0, "GAT": 12.0, "MLP": 7.0}  # layers with an FFN
     plain = {"GCN": 6.0, "SGFormer": 34.0 if layer == 0 else 16.0, "Polynormer": 26.0}
     if model.kind == "NAGphormer":
         elements = (model.hops + 1) * (16.0 * c + 5.0 * f + 3.0 * model.heads * (model.hops + 1))
@@ -115,22 +117,30 @@ def edge_bytes(model: ModelShape, layer: int) -> tuple[float, float]:
     """Memory traffic of edge-wise work per edge and per row after the layer: `b 2 C + 4` and `b 2 C` in attention.
 
     One gathered row per edge, not two, where there is no attention; per head and edge three values of a softmax, and
-    as many of the scores of GAT.
+    as many of the scores of GAT. Exphormer has attention, a bias and a mean.
     """
     if not has_edges(model, layer):
         return 0.0, 0.0
     b, c = model.bytes_per_element, float(edge_width(model, layer))
     softmax, plain = 3.0 * b * model.heads, b * c + 4.0
     scores = plain + 2.0 * softmax
-    per_edge = {"GT": b * c + plain + softmax, "GAT": scores, "Polynormer": scores}.get(model.kind, plain)
-    return per_edge, 2.0 * b * c
+    per_edge = {
+        "GT": b * c + plain + softmax,
+        "Exphormer": b * c + 2.0 * plain + 2.0 * softmax,
+        "GAT": scores,
+        "Polynormer": scores,
+    }
+    return per_edge.get(model.kind, plain), (4.0 if model.kind == "Exphormer" else 2.0) * b * c
 
 
 def tensors_sent(model: ModelShape, layer: int) -> tuple[float, float, float]:
-    """Tensors that travel with a source row (K and V) and with a destination row there (Q), and that come back (O)."""
+    """Tensors that travel with a source row (K and V) and with a destination row there (Q), and that come back (O).
+
+    Exphormer's mean takes another row and gives another.
+    """
     if not has_edges(model, layer):
         return 0.0, 0.0, 0.0
-    return {"GT": (2.0, 1.0, 1.0)}.get(model.kind, (1.0, 0.0, 1.0))
+    return {"GT": (2.0, 1.0, 1.0), "Exphormer": (3.0, 1.0, 2.0)}.get(model.kind, (1.0, 0.0, 1.0))
 
 
 def meetings(model: ModelShape, layer: int) -> int:
@@ -142,7 +152,7 @@ def meetings(model: ModelShape, layer: int) -> int:
         return 2 if layer == 0 else 0
     if model.kind == "Polynormer":
         return 0 if layer < model.local_layers else 1
-    return 7 if model.kind == "GPS" else 0
+    return {"GPS": 7, "Exphormer": 1}.get(model.kind, 0)
 
 
 # What a rank does in a step: the quantities that take time ------------------------------------------------------------

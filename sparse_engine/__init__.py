@@ -7,6 +7,7 @@ from sparse_engine.aggregate import aggregate
 from sparse_engine.attention import BACKENDS, auto_backends, fastest_backend, resolve_backend, sparse_attention
 from sparse_engine.keyed import (
     PURPOSE_DROPOUT,
+    PURPOSE_EXPANDER,
     PURPOSE_FEATURES,
     PURPOSE_INIT,
     PURPOSE_SAMPLING,
@@ -27,6 +28,7 @@ __all__ = [
     "BACKENDS",
     "METHODS",
     "PURPOSE_DROPOUT",
+    "PURPOSE_EXPANDER",
     "PURPOSE_FEATURES",
     "PURPOSE_INIT",
     "PURPOSE_SAMPLING",

@@ -18,6 +18,7 @@ PURPOSE_INIT = 4
 PURPOSE_FEATURES = 5
 PURPOSE_SHARED = 6
 PURPOSE_WALKS = 7
+PURPOSE_EXPANDER = 8
 
 _MASK64 = 2**64 - 1
 _LANES = 2**16  # dropout compares 16 random bits with a threshold

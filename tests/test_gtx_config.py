@@ -268,6 +268,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         "data: root here has no effect with name table; write it into nodes and edges",
     ),
     ({"model": {"width": 10}}, "model: width 10 is not a multiple of heads 4; choose width 4 * k"),
+    ({"model": {"name": "Exphormer", "expander_degree": 3}}, "model.expander_degree is 3: "),
     ({"model": {"name": "SGFormer", "graph_weight": 1.5}}, "model.graph_weight is 1.5: "),
     (
         {"model": {"name": "Polynormer", "layers": 2, "global_layers": 2}},

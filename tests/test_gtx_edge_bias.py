@@ -180,7 +180,7 @@ def test_what_has_no_effect_is_told(tmp_path: Path) -> None:
     assert biased.partitioned.graph.num_edge_features == 1
     assert not [line for line in said if line.startswith("note")]
     for name in ("GPS", "GCN", "SAGE", "MLP"):
-        with pytest.raises(ValueError, match=f"edge_bias has no effect with {name}, which has no attention over edges"):
+        with pytest.raises(ValueError, match=f"edge_bias has no effect with {name}, whose layers do not read it"):
             parse_config(sections, ["model.edge_bias=true", f"model.name={name}"])
     with pytest.raises(ValueError, match=r"model\.edge_bias has no effect with sampling\.method random_walk"):
         parse_config(sections, ["model.edge_bias=true", "sampling.method=random_walk", "sampling.fanout=3"])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gtx.batches import Batch, MicroBatch
 from gtx.config import MODELS, parse_config
+from gtx.expander import with_expander
 from gtx.graphs import Graph, edge_list, from_edges, with_self_loops, with_undirected
 from gtx.models import FAMILIES, GCNLayer, GPSLayer, GraphModel, GTLayer, LinearAttention, MicroBatchNorm
 from gtx.models.layers import mean_outer
@@ -28,7 +29,7 @@ from gtx.parallel.context import LayerContext, Runtime, WaveContext
 from gtx.parallel.world import World, solo
 from gtx.partition import PartitionedGraph
 from scheduler.plan import CHECKPOINTING
-from sparse_engine import Method
+from sparse_engine import METHODS, Method
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,7 +109,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_a_config_can_name_every_model_of_the_registry_and_no_other() -> None:
-    assert sorted(MODELS) == sorted(FAMILIES) == ["GAT", "GCN", "GPS", "GT", "MLP", "Polynormer", "SAGE", "SGFormer"]
+    assert (
+        sorted(MODELS)
+        == sorted(FAMILIES)
+        == ["Exphormer", "GAT", "GCN", "GPS", "GT", "MLP", "Polynormer", "SAGE", "SGFormer"]
+    )
     for name in FAMILIES:
         assert parse_config({"model": {"name": name}}).model.name == name
     with pytest.raises(ValueError, match=r"'GTX' is neither one of 'GT', .* nor a Python file of your own"):
@@ -496,6 +501,85 @@ def test_polynormer_is_its_formula() -> None:
     assert_gradient(run, logits)
 
 
+def expanded_graph() -> Graph:
+    return with_expander(awkward_graph(), 4, 0)
+
+
+def by_type(graph: Graph) -> tuple[Tensor, Tensor]:
+    """`A [N, N]` of the graph's own edges, and of those that were added."""
+    src, dst = (torch.from_numpy(ends) for ends in edge_list(graph))
+    assert graph.edge_types is not None
+    types = torch.from_numpy(np.asarray(graph.edge_types)).long()
+    A = torch.zeros(2, graph.num_nodes, graph.num_nodes, dtype=torch.float64)
+    own, added = A.index_put_((types, dst, src), torch.ones(1).double(), accumulate=True)
+    return own, added
+
+
+def test_exphormer_is_its_formula() -> None:
+    """Attention over both kinds of edges, repeated ones count twice; softmax over all rows; gradient."""
+    cut = partitioned(expanded_graph())
+    run = one_rank(cut, settings_of("Exphormer"))
+    model, (own, added) = run.engine.model, by_type(cut.graph)
+    assert (own * added).sum() > 0, "some edges are of both kinds"
+    mean = own / own.sum(1, keepdim=True).clamp(min=1)
+    x = model.encoder(features_of(cut))
+    for layer in model.layers:
+        h = layer.norm(x)
+        q, v, k = (t.view(len(x), 3, 2) for t in (layer.query(h), *layer.key_value(h).chunk(2, dim=1)[::-1]))
+        of_own, of_added = layer.type_logits(h).view(len(x), 3, 2).unbind(2)  # [N, H]
+        scores = torch.einsum("ihd,jhd->ijh", q, k) * 2**-0.5
+        weights = (scores + of_own[:, None]).exp() * own[..., None] + (scores + of_added[:, None]).exp() * added[
+            ..., None
+        ]
+        attended = torch.einsum("ijh,jhd->ihd", weights / weights.sum(1, keepdim=True), v).flatten(1)
+        local = F.gelu(layer.local.neighbours(mean @ h) + layer.local.own(h))
+        virtual = layer.virtual
+        shares = virtual.gathering(h).view(len(x), 3, 4).softmax(0)
+        nodes = torch.einsum("jhv,jhd->vhd", shares, virtual.values(h).view(len(x), 3, 2))
+        read = torch.einsum("ihv,vhd->ihd", virtual.reading(h).view(len(x), 3, 4).softmax(-1), nodes).flatten(1)
+        x = x + layer.output(attended) + local + virtual.output(read)
+        x = x + layer.ffn.contract(F.gelu(layer.ffn.expand(layer.norm_ffn(x))))
+    logits = model.classifier(x)
+    close(eval_outputs(run), logits)
+    assert_gradient(run, logits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["cluster", "neighbor"])
+def test_drawn_edges_keep_their_type(method: Method, kind: str) -> None:
+    cut = partitioned(expanded_graph())
+    matrices = torch.stack(by_type(cut.graph))
+    run = one_rank(cut, {"model": {"width": 6, "heads": 3, "layers": 1}})
+    micro_batches = [micro_batch_of(cut, kind, parts) for parts in ([0, 3], [1, 2, 5])]
+    context, _ = wave_of(run, replace(batch_of(*micro_batches, layers=1, fanout=3), method=method))
+    (edges,) = context._compiled.edges
+    new_id = torch.from_numpy(np.argsort(cut.original_id))
+    nodes = new_id[context._compiled.sources]
+    assert edges.pattern.num_cols == len(nodes), "columns are nodes"
+    assert edges.types is not None
+    rows = new_id[context.nodes_after][edges.pattern.row_index]
+    assert (matrices[edges.types, rows, nodes[edges.pattern.indices.long()]] > 0).all()
+    assert len(edges.types.unique()) == 2
+
+
+def test_a_mean_over_one_type_of_edges() -> None:
+    """Over all edges exact; over a sample the ratio of two estimates."""
+    cut = partitioned(expanded_graph())
+    run = one_rank(cut, {"model": {"width": 6, "heads": 3, "layers": 1}})
+    x = random(cut.graph.num_nodes, 2)
+    context, _ = wave_of(run, batch_of(everything(cut), layers=1))
+    for edge_type, A in enumerate(by_type(cut.graph)):
+        close(context.aggregate(x, edge_type=edge_type), A @ x / A.sum(1, keepdim=True).clamp(min=1))
+    batch = replace(batch_of(everything(cut), layers=1, fanout=3), method="weighted")
+    context, _ = wave_of(run, batch)
+    (edges,) = context._compiled.edges
+    assert edges.types is not None and edges.edge_inclusion is not None
+    weights = (edges.types == 1) / edges.edge_inclusion
+    B = torch.zeros(len(x), len(x)).double()
+    B.index_put_((edges.pattern.row_index, edges.pattern.indices.long()), weights, accumulate=True)
+    close(context.aggregate(x, edge_type=1), B @ x / B.sum(1, keepdim=True).clamp(min=1e-300))
+
+
 def test_a_linear_attention_counts_rows_before_the_layer() -> None:
     """Also where a rank owns as many after it, and other ranks own more before it."""
     context, _ = context_of((4,))
@@ -542,6 +626,8 @@ def test_numbers_of_parameters() -> None:
         "GAT": ends + 2 * (norm + linear(C, C) + linear(C, 3) + 3 * C + ffn),
         "MLP": ends + 2 * (norm + ffn),
         "SGFormer": ends + norm + linear(C, 3 * C) + norm + 2 * (C * C + norm),
+        "Exphormer": ends
+        + 2 * (2 * norm + attention + ffn + linear(C, 3 * 2) + 4 * linear(C, C) + 2 * linear(C, 3 * 4)),
         "Polynormer": ends
         + (C * C + linear(C, 3) + 3 * C + 2 * linear(C, C) + 2 * norm + C)
         + (linear(C, 2 * C) + 2 * linear(C, C) + norm + C),

@@ -31,6 +31,7 @@ from cases import (
 from ranks import run_ranks
 
 from gtx.batches import Batch, MicroBatch
+from gtx.expander import with_expander
 from gtx.neighbor_lists import walk_lists
 from gtx.node_inputs import NodeInputs, make_input
 from gtx.parallel.compiler import Compiler
@@ -225,7 +226,7 @@ def test_any_way_to_draw_edges_is_the_same_under_any_plan(method: str) -> None:
     assert_equal_one_rank(2, cases)
 
 
-@pytest.mark.parametrize("model", ["SAGE", "GAT", "SGFormer", "Polynormer"])
+@pytest.mark.parametrize("model", ["SAGE", "GAT", "SGFormer", "Polynormer", "Exphormer"])
 def test_a_model_outside_the_sweep_is_the_same_under_any_plan(model: str) -> None:
     """The rest of the registry: every kind of batch under every mode, on three ranks and three heads."""
     cases = [
@@ -238,6 +239,20 @@ def test_a_model_outside_the_sweep_is_the_same_under_any_plan(model: str) -> Non
         for i, (kind, mode) in enumerate(itertools.product(KINDS, MODES))
     ]
     assert_equal_one_rank(3, cases)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_edges_that_a_model_adds_are_the_same_under_any_plan(world_size: int) -> None:
+    """Exphormer on the graph with an expander: each way to draw edges, and all of them."""
+    graph = partitioned(with_expander(awkward_graph(), 4, 0))
+    cases = []
+    for i, (kind, mode) in enumerate(itertools.product(KINDS, MODES)):
+        method = (None, *METHODS)[i % (1 + len(METHODS))]
+        sampling = {} if method is None else {"fanout": 4, "method": method, "correct": i % 5 != 4}
+        settings = settings_of(kind, "Exphormer", sampling=sampling)
+        plan = plan_of(mode, graph, world_size, 3, checkpointing=CHECKPOINTING[(i + world_size) % 3])
+        cases.append(Case(f"{kind} {mode} {method}", graph, settings, plan))
+    assert_equal_one_rank(world_size, cases)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

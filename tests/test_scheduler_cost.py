@@ -112,7 +112,7 @@ def test_bytes_follow_the_formulas() -> None:
     assert data.fetched.sum() == pytest.approx((P - 1) * n * MODEL.num_features * b)
 
 
-@pytest.mark.parametrize("kind", ["GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer"])
+@pytest.mark.parametrize("kind", ["GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer", "Exphormer"])
 def test_every_kind_of_model_has_a_price(kind: str) -> None:
     """Finite under every mode, and no less with more layers."""
     shape = replace(MODEL, kind=kind, **SHAPES.get(kind, {}))

@@ -4,12 +4,13 @@ Models know nothing of ranks: every layer takes rows and a `LayerContext`. Not h
 (`sparse_engine/`), losses and scores (`gtx/tasks.py`).
 """
 
+from gtx.models.exphormer import ExphormerLayer
 from gtx.models.family import Family
 from gtx.models.gat import GATLayer
 from gtx.models.gcn import GCNLayer
-from gtx.models.gps import GPSLayer, LocalMean
+from gtx.models.gps import GPSLayer
 from gtx.models.gt import GTLayer
-from gtx.models.layers import FeedForward, LinearAttention, MicroBatchNorm
+from gtx.models.layers import FeedForward, LinearAttention, LocalMean, MicroBatchNorm
 from gtx.models.mlp import MLPLayer
 from gtx.models.model import GraphModel
 from gtx.models.polynormer import PolynormerGlobalLayer, PolynormerLocalLayer
@@ -20,6 +21,7 @@ from gtx.parallel.context import LayerContext
 
 __all__ = [
     "FAMILIES",
+    "ExphormerLayer",
     "Family",
     "FeedForward",
     "GATLayer",

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gtx.config import ModelConfig
 from gtx.models.family import Family
-from gtx.models.layers import FeedForward, LinearAttention, MicroBatchNorm
+from gtx.models.layers import FeedForward, LinearAttention, LocalMean, MicroBatchNorm
 from gtx.parallel.context import LayerContext
-
-
-class LocalMean(nn.Module):
-    """Message passing by the mean over in-neighbours beside the row itself (SAGE, Hamilton et al. 2017)."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.neighbours = nn.Linear(width, width)
-        self.own = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        mean = context.aggregate(x, "mean")
-        return F.gelu(self.neighbours(mean) + self.own(context.destinations(x)))
 
 
 class GPSLayer(nn.Module):

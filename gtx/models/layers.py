@@ -30,6 +30,23 @@ class FeedForward(nn.Module):
         return context.dropout(self.contract(hidden), self.dropout)
 
 
+class LocalMean(nn.Module):
+    """Message passing by the mean over in-neighbours beside the row itself (SAGE, Hamilton et al. 2017).
+
+    edge_type: which edges count, if not all.
+    """
+
+    def __init__(self, width: int, edge_type: int | None = None):
+        super().__init__()
+        self.neighbours = nn.Linear(width, width)
+        self.own = nn.Linear(width, width)
+        self.edge_type = edge_type
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        mean = context.aggregate(x, "mean", edge_type=self.edge_type)
+        return F.gelu(self.neighbours(mean) + self.own(context.destinations(x)))
+
+
 class MicroBatchNorm(nn.Module):
     """Batch norm whose statistics are those of the whole micro-batch, on whichever ranks its rows are.
 

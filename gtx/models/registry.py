@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from gtx.models import gat, gcn, gps, gt, mlp, polynormer, sage, sgformer
+from gtx.models import exphormer, gat, gcn, gps, gt, mlp, polynormer, sage, sgformer
 from gtx.models.family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -25,6 +25,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MLP": mlp.FAMILY,
         "SGFormer": sgformer.FAMILY,
         "Polynormer": polynormer.FAMILY,
+        "Exphormer": exphormer.FAMILY,
     }
 )
 

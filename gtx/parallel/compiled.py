@@ -29,6 +29,7 @@ class EdgeSlot:
         scaled up. inclusion: probability `[rows]` of each attended in-edge of that row. edge_inclusion: times this one
         `[edges]`, where the edges of a row differ; both float64, and 1 where nothing is to be corrected.
     features: of each edge, float32 `[edges, Fe]`; None where the graph has none.
+    types: int64 `[edges]`, the type of each edge; None where all are the graph's own.
     """
 
     heads: HeadRange
@@ -37,6 +38,7 @@ class EdgeSlot:
     inclusion: torch.Tensor
     edge_inclusion: torch.Tensor | None
     features: torch.Tensor | None = None
+    types: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> EdgeSlot:
         return replace(
@@ -46,6 +48,7 @@ class EdgeSlot:
             inclusion=self.inclusion.to(device),
             edge_inclusion=None if self.edge_inclusion is None else self.edge_inclusion.to(device),
             features=None if self.features is None else self.features.to(device),
+            types=None if self.types is None else self.types.to(device),
         )
 
 

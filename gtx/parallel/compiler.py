@@ -68,10 +68,13 @@ class Compiler:
         self.num_nodes = graph.graph.num_nodes
         self.indptr = torch.from_numpy(np.asarray(graph.graph.indptr))
         self.indices = torch.from_numpy(np.asarray(graph.graph.indices))
-        features = graph.graph.edge_features
+        features, types = graph.graph.edge_features, graph.graph.edge_types
         self.edge_features = None if features is None else torch.from_numpy(np.asarray(features))
-        # Edges that carry features are drawn by their place in the graph, others by their source: the same draws.
-        self._edge_places = torch.arange(len(self.indices), dtype=self.indices.dtype) if features is not None else None
+        self.edge_types = None if types is None else torch.from_numpy(np.asarray(types)).long()
+        # Edges that bring something along are drawn by their place, others by their source: the same draws.
+        self._edge_places: torch.Tensor | None = None
+        if features is not None or types is not None:
+            self._edge_places = torch.arange(len(self.indices), dtype=self.indices.dtype)
         self.part_of = np.asarray(graph.part_of)
         self.original_id = np.asarray(graph.original_id)
         self.degrees = np.diff(np.asarray(graph.graph.indptr))
@@ -325,6 +328,7 @@ class Compiler:
             source_keys=self._source_keys(batch, layer) if method == "shared" else None,
         )
         sources: Ids = self._sources(sample.indices).numpy()
+
         if local is not None:
             sources = sources + np.repeat(local, np.diff(sample.indptr.numpy())) * self.num_nodes
         degrees = torch.from_numpy(self.degrees[nodes].astype(np.float64))
@@ -335,7 +339,9 @@ class Compiler:
         if batch.correct and method == "shared":
             inclusion = inclusion * sample.inclusion
         features = None if self.edge_features is None else self.edge_features.index_select(0, sample.indices)
-        return _Drawn(sample.indptr, sources, degrees, inclusion, edge_inclusion, float(degrees.sum()), features)
+        types = None if self.edge_types is None else self.edge_types.index_select(0, sample.indices)
+        whole = float(degrees.sum())
+        return _Drawn(sample.indptr, sources, degrees, inclusion, edge_inclusion, whole, features, types)
 
     def _sources(self, indices: torch.Tensor) -> torch.Tensor:
         """The sources of edges that are given by their places, or by their sources already."""
@@ -448,7 +454,8 @@ class Compiler:
             arrived = np.concatenate([slot[peer] for peer in self._arrival_order()])
             columns = self._columns_of(arrived, len(state.numbers))
             pattern = SparsePattern(found.indptr, torch.from_numpy(columns(found.sources)), len(arrived))
-            slots.append(EdgeSlot(heads, pattern, found.degrees, found.inclusion, found.edge_inclusion, found.features))
+            facts = (found.degrees, found.inclusion, found.edge_inclusion, found.features, found.types)
+            slots.append(EdgeSlot(heads, pattern, *facts))
         return kv, tuple(slots)
 
     def _route(
@@ -632,6 +639,7 @@ class _Drawn:
     edge_inclusion: torch.Tensor | None
     num_edges_whole: float
     features: torch.Tensor | None = None
+    types: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:

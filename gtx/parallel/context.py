@@ -160,27 +160,38 @@ class LayerContext:
         out_dim = sources.flight.width[2] if out_dim is None else out_dim
         return self._scatter(results, (1, self.num_heads, out_dim), sources.flight.like).squeeze(1)
 
-    def attention(self, q: Tensor, kv: Sources | Tensor, *, scale: float | None = None) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: Sources | Tensor, *, scale: float | None = None, type_logits: Tensor | None = None
+    ) -> Tensor:
         """Softmax attention of `q [n_dst, H, d]` over in-edges; `kv [n_src, 2, H, d]` packs keys and values.
 
         Where the model has an edge bias, it is added to the logits. A drawn edge's logit grows by `-log(pi)`, so that
         the row's sums estimate those over its full neighbourhood.
         Where all edges of a row are as likely, softmax ignores that, and nothing is added.
+
+        type_logits: `[n_dst, H, types]`, what else is added to the logits of a row's edges of each type.
         """
-        backend = self._runtime.backend
+        backend, head_dim = self._runtime.backend, q.shape[2]
         of_edges, q = self._edge_biases(q)
+        packed = q if type_logits is None else torch.cat([q, type_logits], dim=2)
 
         def attend(edges: EdgeSlot, query: Tensor | None, source: Tensor) -> Tensor:
             assert query is not None
             odds, bias = edges.edge_inclusion, of_edges(edges)
+            own, logits = query[:, 0, :, :head_dim], query[:, 0, :, head_dim:]
+            if type_logits is not None:
+                by_type = logits.transpose(1, 2).flatten(0, 1)  # [rows * types, h]
+                at = edges.pattern.row_index * logits.shape[2]
+                added = by_type.index_select(0, at if edges.types is None else at + edges.types)  # [E, h]
+                bias = added if bias is None else added + bias
             if odds is not None:
                 corrected = odds.log().neg_().to(query.dtype)
                 bias = corrected if bias is None else bias + corrected[:, None]
             return sparse_attention(
-                query[:, 0], source[:, 0], source[:, 1], edges.pattern, edge_bias=bias, scale=scale, backend=backend
+                own, source[:, 0], source[:, 1], edges.pattern, edge_bias=bias, scale=scale, backend=backend
             )
 
-        return self.edgewise(attend, q.unsqueeze(1), kv)
+        return self.edgewise(attend, packed.unsqueeze(1), kv)
 
     def additive_attention(self, own: Tensor, sources: Tensor, values: Tensor, *, slope: float = 0.2) -> Tensor:
         """Attention over in-edges with the logits `leaky_relu(own[i] + sources[j] + edge bias)`, as in GAT.
@@ -229,18 +240,27 @@ class LayerContext:
         }
         return lambda edges: found[id(edges)], queries + biases[:0].sum()
 
-    def aggregate(self, x: Tensor, reduce: str = "mean") -> Tensor:
+    def aggregate(self, x: Tensor, reduce: str = "mean", *, edge_type: int | None = None) -> Tensor:
         """Sum or mean of `x [n_src, C]` over the in-edges of each destination, `[n_dst, C]`.
 
         Sampled or cut neighbourhoods are scaled up, so that a sum estimates the full one; a mean needs that only where
         a row's edges are not equally likely. Columns are split over a head-parallel group like heads are.
+
+        edge_type: take a mean over the edges of this type only, those that were drawn.
         """
+        assert edge_type is None or reduce == "mean"
         columns, heads = x.shape[1], self.num_heads
         padded = F.pad(x, (0, -columns % heads))
         packed = padded.view(x.shape[0], 1, heads, padded.shape[1] // heads)
 
         def add_up(edges: EdgeSlot, query: Tensor | None, source: Tensor) -> Tensor:
             values, odds = source[:, 0], edges.edge_inclusion  # [cols, h, d]
+            if edge_type is not None and edges.types is not None:
+                chosen = (edges.types == edge_type).to(torch.float64)
+                chosen = chosen if odds is None else chosen / odds
+                total = torch.zeros_like(edges.degrees).index_add_(0, edges.pattern.row_index, chosen)
+                scale = torch.where(total > 0, 1.0 / total, 0.0)
+                return aggregate(values, edges.pattern, row_scale=scale.to(values.dtype), edge_weight=chosen)
             if reduce == "mean" and odds is None:
                 return aggregate(values, edges.pattern, reduce="mean")
             weight = None if odds is None else odds.reciprocal()
