@@ -1,16 +1,16 @@
 """Sparse attention by Triton kernels on a GPU: what is launched on which rows, the torch operators, their gradients.
 
-The kernels are in `triton_kernels.py`, which is imported, as triton itself, at the first call; with
-`TRITON_INTERPRET=1` in the environment before that they run on Triton's interpreter, on a CPU and very slowly, which is
-what the tests do. Nothing is kept per edge; besides its result the forward keeps two numbers per row and head. Shape
-letters: `N` queries, `M` keys, `E` edges, `H` heads, `d` head dim, `S` segments, `P` pieces of split rows.
+The kernels are in `triton_kernels.py`, which is imported at the first call. Where Python was started with
+`TRITON_INTERPRET=1` they run on Triton's interpreter, on a CPU and very slowly, which is what the tests do. Nothing is
+kept per edge; besides its result the forward keeps two numbers per row and head. Shape letters: `N` queries, `M` keys,
+`E` edges, `H` heads, `d` head dim, `S` segments, `P` pieces of split rows.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
@@ -107,12 +107,14 @@ def missing(device: torch.device) -> str:
         return f"runs on CUDA devices, not on {device}; use 'torch'"
     if not _installed():
         return "needs the package triton, which is not installed; run pip install 'gtx[gpu]' or use 'torch'"
+    if not _kernels.cache_info().currsize and interpreted() != _asked_to_interpret():
+        return "found TRITON_INTERPRET changed after triton was imported; set it before Python starts"
     if device.type == "cpu":
         if not interpreted():
             return "runs on a GPU, not on cpu; use 'cpu' or 'torch', or set TRITON_INTERPRET=1 to try it, very slowly"
         return ""
     if not torch.cuda.is_available():
-        return f"cannot run on {device}: no CUDA device was found; use engine.device cpu"
+        return f"cannot run on {device}: no CUDA device was found; use the device cpu"
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < _OLDEST_GPU:
         needed, found = (".".join(map(str, pair)) for pair in (_OLDEST_GPU, capability))
@@ -126,8 +128,17 @@ def _installed() -> bool:
 
 
 def interpreted() -> bool:
-    """Whether the kernels run, or would when first called, on Triton's interpreter."""
-    return _kernels().INTERPRETED if _kernels.cache_info().currsize else os.environ.get("TRITON_INTERPRET", "") == "1"
+    """Whether Triton runs on its interpreter in this process: `TRITON_INTERPRET` decides when triton is imported."""
+    from triton import language
+    from triton.runtime import JITFunction
+
+    return not isinstance(language.sum, JITFunction)
+
+
+def _asked_to_interpret() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
 
 
 @cache
@@ -204,7 +215,8 @@ def _launch(kernel: Any, shape: _Shape, longest: int, segments: Tensor, *given: 
         sizes = shape.sizes(tile, longest)
         grid = (-(-count // sizes["ROWS"]), -(-shape.heads // sizes["HEADS"]))
         options = {} if kernels.INTERPRETED else {"num_warps": tile.warps}
-        kernel[grid](*given[:at], count, shape.heads, *given[at:], **flags, **sizes, **options)
+        with torch.cuda.device(shape.device) if shape.device.type == "cuda" else nullcontext():
+            kernel[grid](*given[:at], count, shape.heads, *given[at:], **flags, **sizes, **options)
 
     if kernels.INTERPRETED or torch.are_deterministic_algorithms_enabled() or torch.cuda.is_current_stream_capturing():
         run(TILES[0])
