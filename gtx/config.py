@@ -69,11 +69,12 @@ class DataConfig(_Section):
 class PartitionConfig(_Section):
     """parts: part of the mathematics of `cluster` batches, so never derived from the world size.
 
-    method: how nodes are assigned to parts, as `gtx.partition.assign` says.
+    method: how nodes are assigned to parts, as `gtx.partition.assign` says. seed: of the assignment, the run's if null.
     """
 
     method: Literal["metis", "ldg", "bfs", "hash", "random"] = "metis"
     parts: Positive = 16
+    seed: NonNegative | None = None
     cache: Path = Path("runs/partitions")
 
 

@@ -119,7 +119,8 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
     def make() -> Loaded:
         graph = read_graph(config)
         part, data = config.partition, config.data
-        partitioned, reused = load_or_partition(graph, part.method, part.parts, config.seed, part.cache, data.order)
+        seed = config.seed if part.seed is None else part.seed
+        partitioned, reused = load_or_partition(graph, part.method, part.parts, seed, part.cache, data.order)
         sampling = config.sampling
         if sampling.method == "random_walk":
             longest = max(fanout or 1 for fanout in sampling.per_layer(config.model.layers))
