@@ -1,6 +1,6 @@
 """Parses the command line and dispatches, nothing else. It is launched, by python, deepspeed or torchrun.
 
-The work is in `gtx/`, a file a command: `train.py`, `predict.py`, `show.py`, `equality.py`, `calibrate.py`,
+The work is in `gtx/`, a file a command: `runs.py`, `predict.py`, `show.py`, `equality.py`, `calibrate.py`,
 `simulate.py`, `ablate.py`, `report.py`, `page.py`, `compare.py` and `replay.py`.
 """
 
@@ -33,6 +33,9 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--run-dir", type=Path, help="the run folder; default runs/<name>-<date>-<time>")
     train.add_argument(
         "--resume", type=Path, metavar="DIR", help="go on from a run folder's latest checkpoint, or from a file"
+    )
+    train.add_argument(
+        "--seeds", help="one run a seed, such as 0..4 or 0,3,7, then mean and deviation; default runs/<name>-seeds"
     )
     predict = commands.add_parser("predict", help="write what a run's model says of every node as Parquet")
     predict.add_argument("run_dir", type=Path)
@@ -159,9 +162,10 @@ def main(arguments: Sequence[str]) -> int:
 
         config = load_config(options.config, options.overrides)
         if options.command == "train":
-            from gtx.train import run_training
+            from gtx.runs import run_training
 
-            run_training(config, options.run_dir, shlex.join(["launch.py", *arguments]), options.resume)
+            command = shlex.join(["launch.py", *arguments])
+            run_training(config, options.run_dir, command, options.resume, seeds=options.seeds)
         elif options.command == "calibrate":
             from gtx.calibrate import run_calibration
 

@@ -73,11 +73,12 @@ class PartitionConfig(_Section):
     """parts: part of the mathematics of `cluster` batches, so never derived from the world size.
 
     method: how nodes are assigned to parts, as `gtx.partition.assign` says; with data.name dgl-partition it is `given`
-    unless set.
+    unless set. seed: of the assignment, the run's if null.
     """
 
     method: Literal["metis", "ldg", "bfs", "hash", "random", "given"] = "metis"
     parts: Positive = 16
+    seed: NonNegative | None = None
     cache: Path = Path("runs/partitions")
 
 

@@ -360,11 +360,18 @@ def _python_output_dropped() -> Any:
 
 
 def _partition(
-    graph: Graph, method: Method, parts: int, seed: int, order: NodeOrder, graph_fingerprint: str
+    graph: Graph,
+    method: Method,
+    parts: int,
+    seed: int,
+    order: NodeOrder,
+    graph_fingerprint: str,
+    known: Int32Array | None = None,
 ) -> PartitionedGraph:
+    """known: the part of each node, where it has been found before."""
     begun = time.perf_counter()
     assigner = _assigner(method, parts, seed)
-    assigned = assigner.assign(graph, parts, seed)
+    assigned = assigner.assign(graph, parts, seed) if known is None else known
     ordering = time.perf_counter()
     nodes = node_order(
         graph, order, seed, lambda: assigned if method == "metis" else _metis().assign(graph, parts, seed)
@@ -507,6 +514,7 @@ def load_or_partition(
     """The partitioning from `cache_dir` if it is there for just this graph, else a new one, which is kept there.
 
     Several processes may do this at once: each writes apart, the first to finish gets the place, the others use it.
+    Where the same edges were partitioned alike for another split, that assignment is taken instead of found anew.
 
     Returns:
         The partitioned graph, memory-mapped, and whether it was there already. Why a folder that was there had to be
@@ -520,9 +528,11 @@ def load_or_partition(
         return _with_names(found, graph), True
     if folder.exists():
         logger.warning("partitioning %s again: %s", graph.name, found)
-    partitioned = _partition(graph, method, parts, seed, order, wanted)
+    edges = _edges_fingerprint(graph)
+    known = _known_assignment(Path(cache_dir), edges, method, parts, seed)
+    partitioned = _partition(graph, method, parts, seed, order, wanted, known)
     settle(
-        _write_beside(partitioned, folder),
+        _write_beside(partitioned, folder, edges),
         folder,
         lambda: isinstance(_load_matching(folder, wanted), PartitionedGraph),
     )
@@ -550,8 +560,37 @@ def _load_matching(folder: Path, wanted: str) -> PartitionedGraph | str:
     return partitioned
 
 
-def _write_beside(partitioned: PartitionedGraph, folder: Path) -> Path:
-    """Write everything into a new folder next to `folder` and return that."""
+def _edges_fingerprint(graph: Graph) -> str:
+    """sha256 of the edges alone: the same for other splits, labels and features."""
+    digest = hashlib.sha256()
+    for array in (graph.indptr, graph.indices):
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _known_assignment(cache_dir: Path, edges: str, method: Method, parts: int, seed: int) -> Int32Array | None:
+    """The part of each node as kept with another split, other labels or features of the same edges; None if nowhere."""
+    wanted = (method, _assigner(method, parts, seed).implementation, parts, seed)
+    for folder in sorted(cache_dir.glob(f"*-{method}-{parts}-*")):
+        try:
+            if read_manifest(folder, FORMAT, FORMAT_VERSION).get("edges") != edges:
+                continue
+            found = load(folder)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        facts = found.facts
+        if (facts.method, facts.implementation, facts.parts, facts.seed) == wanted:
+            assigned = np.empty(found.graph.num_nodes, dtype=np.int32)
+            assigned[found.original_id] = found.part_of
+            return assigned
+    return None
+
+
+def _write_beside(partitioned: PartitionedGraph, folder: Path, edges: str | None = None) -> Path:
+    """Write everything into a new folder next to `folder` and return that.
+
+    edges: `_edges_fingerprint` of the source.
+    """
     graph = partitioned.graph
     arrays = {name: np.ascontiguousarray(getattr(graph, name)) for name in _arrays_of(graph)}
     arrays |= {"starts": partitioned.starts, "original_id": partitioned.original_id}
@@ -560,6 +599,7 @@ def _write_beside(partitioned: PartitionedGraph, folder: Path) -> Path:
         "format_version": FORMAT_VERSION,
         "graph": {"name": graph.name, "num_classes": graph.num_classes, "metric": graph.metric},
         "facts": partitioned.facts.as_dict(),  # with the fingerprint
+        "edges": edges,
     }
     return write_beside(folder, arrays, manifest)
 

@@ -125,8 +125,9 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
         unused = 0 if config.model.edge_bias else graph.num_edge_features
         graph = replace(graph, edge_features=None) if unused else graph
         part, data = config.partition, config.data
-        trained = with_expander(graph, config.model.added_degree, config.seed)
-        partitioned, reused = load_or_partition(trained, part.method, part.parts, config.seed, part.cache, data.order)
+        seed = config.seed if part.seed is None else part.seed
+        trained = with_expander(graph, config.model.added_degree, seed)
+        partitioned, reused = load_or_partition(trained, part.method, part.parts, seed, part.cache, data.order)
         sampling = config.sampling
         if sampling.method == "random_walk":
             longest = max(fanout or 1 for fanout in sampling.per_layer(config.model.layers))
