@@ -111,16 +111,17 @@ class EncodingsConfig(_Section):
         return sum(columns for _, columns in self.kinds)
 
 
-MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer", "Exphormer")
+MODELS = ("GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer", "Exphormer", "NAGphormer")
 _READ_BY = {
     "graph_weight": "SGFormer",
     "global_layers": "Polynormer",
     "expander_degree": "Exphormer",
     "virtual_nodes": "Exphormer",
+    "hops": "NAGphormer",
 }  # settings that one model alone reads
 
 
-_NO_EDGE_ATTENTION = ("GPS", "GCN", "SAGE", "MLP", "SGFormer", "Polynormer")
+_NO_EDGE_ATTENTION = ("GPS", "GCN", "SAGE", "MLP", "SGFormer", "Polynormer", "NAGphormer")
 
 
 class ModelConfig(_Section):
@@ -133,6 +134,7 @@ class ModelConfig(_Section):
     global_layers: how many of Polynormer's layers, the last ones, attend to all nodes instead of neighbours.
     expander_degree: how many random nodes each node of Exphormer attends to beside its neighbours, the same all along.
     virtual_nodes: of Exphormer; they attend to all nodes and all nodes to them.
+    hops: how far NAGphormer propagates features; each hop is a token of its node.
     """
 
     name: str = "GT"
@@ -149,12 +151,24 @@ class ModelConfig(_Section):
     global_layers: Positive = 1
     expander_degree: Annotated[int, Field(ge=0, multiple_of=2, strict=True)] = 4
     virtual_nodes: Positive = 4
+    hops: Positive = 3
     options: dict[str, Any] = {}
 
     @property
     def added_degree(self) -> int:
         """Random edges a node that the model has beside the graph's own."""
         return self.expander_degree if self.name == "Exphormer" else 0
+
+    @property
+    def tokens(self) -> int:
+        """Rows of features that a node has: its own and, for NAGphormer, one for each hop."""
+        return 1 + self.hops if self.name == "NAGphormer" else 1
+
+    @property
+    def input_kinds(self) -> tuple[tuple[str, int], ...]:
+        """(kind, size) of what the model takes of a node beside its features, in this order."""
+        hops = (("hops", self.hops),) if self.tokens > 1 else ()
+        return (*hops, *self.encodings.kinds)
 
     @field_validator("name")
     @classmethod

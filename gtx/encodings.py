@@ -1,4 +1,4 @@
-"""Positional encodings: numbers per node that say where in the graph it is, the same whatever the plan.
+"""Positional encodings, which say where in the graph a node is, and features of its hops: the same whatever the plan.
 
 Laplacian eigenvectors (Dwivedi and Bresson 2021, arXiv 2012.09699), return probabilities of random walks (Dwivedi et
 al. 2022, arXiv 2110.07875) and degrees. The first two take edges without direction, multiplicity or self loops. Not
@@ -95,6 +95,23 @@ def degree_encoding(graph: Graph) -> Float32Array:
     """`log(1 + in-degree)` and `log(1 + out-degree)` of the edges as they are stored, float32 `[N, 2]`."""
     out_degrees = np.bincount(np.asarray(graph.indices), minlength=graph.num_nodes)
     return np.log1p(np.stack([graph.in_degrees, out_degrees], axis=1)).astype(np.float32)
+
+
+def hop_features(graph: Graph, k: int) -> Float32Array:
+    """The features after 1, 2, ..., k propagations `D^-1/2 A D^-1/2 X`, float32 `[N, k F]`, one after the other.
+
+    Hop2Token of NAGphormer (Chen et al. 2023, arXiv 2206.04910). Edges are taken as they are stored, D are in-degrees:
+    GCN's propagation. Made in float64.
+    """
+    scale = 1.0 / np.sqrt(np.maximum(graph.in_degrees, 1))
+    indices = np.asarray(graph.indices)
+    weights = np.repeat(scale, graph.in_degrees) * scale[indices]
+    adjacency = csr_array((weights, indices, graph.indptr), shape=(graph.num_nodes, graph.num_nodes))
+    rows, hops = np.asarray(graph.features, dtype=np.float64), []
+    for _ in range(k):
+        rows = adjacency @ rows
+        hops.append(rows.astype(np.float32))
+    return np.concatenate(hops, axis=1)
 
 
 def _normalised_adjacency(graph: Graph) -> csr_array:

@@ -107,8 +107,8 @@ def check_any_plan_equals_one_rank(
     if not graph.train_mask.any():
         raise ValueError(f"the graph {graph.name} has no training nodes; nothing would be compared")
     cut = partition(with_expander(graph, config.added_degree, 0), "random", min(_PARTS, graph.num_nodes), 0)
-    if config.encodings.kinds:
-        cut = replace(cut, inputs=NodeInputs(tuple(make_input(graph, *kind) for kind in config.encodings.kinds)))
+    if config.input_kinds:
+        cut = replace(cut, inputs=NodeInputs(tuple(make_input(graph, *kind) for kind in config.input_kinds)))
     cases = [case for world_size in worlds for case in _cases(cut, config.layers, world_size)]
     wanted = []
     for index, (what, _) in enumerate(_BATCHES):

@@ -122,8 +122,13 @@ def _measure(
     live = few - config.layers * held
     (held_row, held_edge), (live_row, live_edge) = _slopes(held), _slopes(live)
     itemsize = 4 if precision == "float32" else {"float64": 8}.get(precision, 2)
-    columns = num_features + config.encodings.columns
+    columns = num_features + _more_columns(config, num_features)
     return Footprint(kind, held_row, held_edge, max(live_row - itemsize * columns, 0.0), live_edge)
+
+
+def _more_columns(config: ModelConfig, num_features: int) -> int:
+    """Columns that the model takes of a node beside its features."""
+    return config.encodings.columns + (config.tokens - 1) * num_features
 
 
 def _slopes(at: Sequence[float] | np.ndarray[Any, Any]) -> tuple[float, float]:
@@ -148,8 +153,8 @@ def _random_graph(rows: int, edges: int, num_features: int, num_classes: int, *,
 def _peak(config: ModelConfig, graph: Graph, precision: str, backend: str, kind: Checkpointing) -> int:
     """The most bytes alive in the second of two steps on one rank; the first leaves what later ones find."""
     cut = partition(graph, "hash", 1, 0)
-    if config.encodings.columns:
-        columns = config.encodings.columns
+    columns = _more_columns(config, graph.num_features)
+    if columns:
         array = np.zeros((graph.num_nodes, columns), dtype=np.float32)
         made = NodeInput(array, InputFacts("none", columns, columns, array.nbytes, 0.0, ""))
         cut = replace(cut, inputs=NodeInputs((made,)))

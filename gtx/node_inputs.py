@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy
 
-from gtx.encodings import degree_encoding, laplacian_encoding, random_walk_encoding
+from gtx.encodings import degree_encoding, hop_features, laplacian_encoding, random_walk_encoding
 from gtx.folders import open_array, read_manifest, settle, write_beside
 from gtx.graphs import Graph, Int64Array
 
@@ -86,7 +86,7 @@ class NodeInputs:
 
 
 def make_input(graph: Graph, kind: str, size: int) -> NodeInput:
-    """One kind: `laplacian` or `random_walk` of `size` columns, or `degree`.
+    """One kind: `laplacian` or `random_walk` of `size` columns, `degree`, or the features of `size` hops.
 
     Raises:
         ValueError: where the eigenvectors cannot be found.
@@ -118,6 +118,7 @@ _MAKERS: dict[str, Callable[[Graph, int], Float32Array]] = {
     "laplacian": laplacian_encoding,
     "random_walk": random_walk_encoding,
     "degree": lambda graph, size: degree_encoding(graph),
+    "hops": hop_features,
 }
 
 
@@ -163,9 +164,9 @@ def _load_matching(folder: Path, fingerprint: str) -> NodeInput | str:
 
 
 def _fingerprint(graph: Graph, kind: str, size: int) -> str:
-    """sha256 over what decides an input: the edges, what is asked for and the versions at work."""
+    """sha256 over what decides an input: the edges, for `hops` features, what is asked for and the versions at work."""
     head = [FORMAT, FORMAT_VERSION, kind, size, np.__version__, scipy.__version__, graph.num_nodes]
     digest = hashlib.sha256(json.dumps(head).encode())
-    for array in (graph.indptr, graph.indices):
-        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    for array in (graph.indptr, graph.indices, *([graph.features] if kind == "hops" else [])):
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

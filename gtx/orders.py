@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from gtx.graphs import Graph, Int64Array, edge_list
+from gtx.graphs import OWN_EDGE, Graph, Int64Array, edge_list
 
 NodeOrder = Literal["none", "bfs", "degree", "rcm", "metis"]
 NEAR = 1024  # rows: what 128 columns in float32 take 512 KiB for, about a core's cache
@@ -120,10 +120,12 @@ def breadth_first(indptr: Int64Array, neighbors: Int64Array, seed: int) -> Int64
 
 
 def simple_neighbors(graph: Graph) -> tuple[Int64Array, Int64Array]:
-    """(indptr, neighbors) of the undirected graph without duplicates and self loops, rows ascending."""
+    """(indptr, neighbors) of the undirected graph without duplicates, self loops and added edges, rows ascending."""
     num_nodes = graph.num_nodes
     source, destination = edge_list(graph)
     other = source != destination
+    if graph.edge_types is not None:
+        other &= np.asarray(graph.edge_types) == OWN_EDGE
     source, destination = source[other], destination[other]
     keys = np.concatenate([destination * num_nodes + source, source * num_nodes + destination])
     keys.sort()

@@ -157,8 +157,8 @@ def assign(graph: Graph, method: Method, parts: int, seed: int) -> Int32Array:
     `metis` keeps neighbours together and the numbers of nodes near equal, `bfs` cuts a breadth-first order of the nodes
     into equal runs, `random` is the baseline of equal runs in random order. `ldg` gives each node in turn to the part
     with most of its neighbours and room left, `hash` to one by its id alone (see `streaming.py`), `given` is
-    `graph.assignment`. Edges are taken
-    without direction, multiplicity or self loops. With more parts than nodes some parts are empty.
+    `graph.assignment`. Edges are taken without direction, multiplicity or self loops, and without those that a model
+    adds. With more parts than nodes some parts are empty.
 
     Returns:
         int32 [N] in `0..parts-1`.

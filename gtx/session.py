@@ -118,7 +118,7 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
     Raises ValueError with one line, on every rank, if the first rank of any host fails.
     """
 
-    wanted = config.model.encodings.kinds if inputs else ()
+    wanted = config.model.input_kinds if inputs else ()
 
     def make() -> Loaded:
         graph = read_graph(config)

@@ -32,8 +32,9 @@ def model_shape(config: ModelConfig, model: GraphModel, graph: PartitionedGraph,
         num_classes=graph.graph.num_classes,
         parameters=sum(p.numel() for p in model.parameters()),
         bytes_per_element=bytes_per_element,
-        extra_inputs=config.encodings.columns,
+        extra_inputs=config.encodings.columns + (config.tokens - 1) * graph.graph.num_features,
         global_layers=config.global_layers if config.name == "Polynormer" else 0,
+        hops=config.tokens - 1,
     )
 
 

@@ -14,6 +14,7 @@ from gtx.config import Config, parse_config
 from gtx.engine import TorchEngine
 from gtx.graphs import Graph, from_edges
 from gtx.models import GraphModel
+from gtx.node_inputs import NodeInputs, make_input
 from gtx.parallel.compiler import CompiledBatch, Compiler
 from gtx.parallel.executor import Executor
 from gtx.parallel.world import World
@@ -88,6 +89,15 @@ def plan_of(mode: Any, graph: PartitionedGraph, world_size: int, num_layers: int
     return fixed_plan(mode, np.diff(graph.starts).tolist(), world_size, num_layers, **layout)
 
 
+def inputs_of(graph: PartitionedGraph, kinds: Sequence[tuple[str, int]]) -> NodeInputs:
+    """What a model takes beside the features, rows in original ids."""
+    found = []
+    for kind, size in kinds:
+        made = make_input(graph.graph, kind, size)
+        found.append(replace(made, array=made.array[np.argsort(graph.original_id)]))
+    return NodeInputs(tuple(found))
+
+
 def rig(
     world: World, graph: PartitionedGraph, plan: Plan, settings: dict[str, Any], homes: np.ndarray | None = None
 ) -> Rig:
@@ -108,6 +118,8 @@ def rig(
         num_heads=config.model.heads,
         backend=config.model.backend,
     )
+    if config.model.input_kinds and graph.inputs is None:
+        executor.graph = replace(graph, inputs=inputs_of(graph, config.model.input_kinds))
     if homes is None:
         homes = even_homes(graph, world.size)
     compiler = Compiler(graph, plan, world, config.model.heads, homes)

@@ -86,6 +86,8 @@ def test_checkpointing_holds_less_and_recomputes_one_layer_at_a_time() -> None:
     assert measure_footprints(deep, 9, 4, kinds=("none",))[0].held_row > 0
     biased = measure_footprints(ModelConfig(width=32, heads=4, edge_bias=True), 9, 4, kinds=("none",))[0]
     assert biased.held_edge >= 4 * 4  # a bias per head
+    hops = ModelConfig(name="NAGphormer", width=32, heads=4, encodings={"degree": True})
+    assert measure_footprints(hops, 9, 4, kinds=("none",))[0].held_row > 0
     half = measure_footprints(ModelConfig(width=32, heads=4), 9, 4, precision="bf16", kinds=("none",))[0]
     full = measure_footprints(ModelConfig(width=32, heads=4), 9, 4, kinds=("none",))[0]
     assert half.held_row == pytest.approx(full.held_row / 2, rel=0.1)

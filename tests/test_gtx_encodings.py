@@ -20,7 +20,7 @@ from ranks import run_ranks
 
 from gtx import encodings
 from gtx.config import parse_config
-from gtx.encodings import degree_encoding, laplacian_eigenpairs, laplacian_encoding, random_walk_encoding
+from gtx.encodings import degree_encoding, hop_features, laplacian_eigenpairs, laplacian_encoding, random_walk_encoding
 from gtx.graphs import Graph, edge_list, with_self_loops, with_undirected
 from gtx.node_inputs import NodeInputs, load_or_make, make_input
 from gtx.orders import simple_neighbors
@@ -46,6 +46,26 @@ def laplacian_of(graph: Graph) -> np.ndarray:
     degrees = adjacency.sum(0)
     scale = 1 / np.sqrt(np.maximum(degrees, 1))
     return np.diag((degrees > 0).astype(float)) - scale[:, None] * adjacency * scale
+
+
+def test_hops_are_powers_of_the_normalised_adjacency(tmp_path: Path) -> None:
+    """With a hub, duplicate edges and isolated nodes, whose rows become 0; kept by edges and features."""
+    graph = awkward_graph()
+    src, dst = edge_list(graph)
+    adjacency = np.zeros((graph.num_nodes, graph.num_nodes))
+    np.add.at(adjacency, (dst, src), 1.0)
+    scale = 1 / np.sqrt(np.maximum(adjacency.sum(1), 1))
+    normalised = scale[:, None] * adjacency * scale
+    found = hop_features(graph, 3)
+    wanted = [np.linalg.matrix_power(normalised, k) @ graph.features for k in (1, 2, 3)]
+    np.testing.assert_allclose(found, np.concatenate(wanted, axis=1), rtol=1e-6, atol=1e-6)
+    assert not found[-1].any() and found.dtype == np.float32
+    other = replace(graph, features=graph.features + np.float32(1.0))
+    for reused in (False, True):
+        for one in (graph, other):
+            (kept,) = load_or_make(one, [("hops", 3)], tmp_path).kinds  # type: ignore[union-attr]
+            assert kept.reused == reused
+            np.testing.assert_array_equal(kept.array, hop_features(one, 3))
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

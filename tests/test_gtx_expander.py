@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 
 from gtx.expander import with_expander
 from gtx.graphs import edge_list
-from gtx.partition import load_or_partition, partition
+from gtx.partition import Method, assign, load_or_partition, partition
 
 
 def added(graph, degree: int = 4, seed: int = 0) -> np.ndarray:  # type: ignore[no-untyped-def]
@@ -63,6 +63,12 @@ def test_types_move_with_their_edges_and_are_kept(tmp_path: Path) -> None:
     found = sorted(zip(dst, src, np.asarray(cut.graph.edge_types), strict=True))
     assert found == sorted(zip(*edge_list(graph)[::-1], np.asarray(graph.edge_types), strict=True))
     assert partition(awkward_graph(), "random", 6, 0).facts.fingerprint != cut.facts.fingerprint
+
+
+@pytest.mark.parametrize("method", ["metis", "ldg", "bfs", "hash", "random"])
+def test_parts_are_those_of_the_graph_without_it(method: Method) -> None:
+    graph = awkward_graph()
+    assert (assign(graph, method, 6, 0) == assign(with_expander(graph, 4, 0), method, 6, 0)).all()
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3])

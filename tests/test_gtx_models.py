@@ -112,7 +112,7 @@ def test_a_config_can_name_every_model_of_the_registry_and_no_other() -> None:
     assert (
         sorted(MODELS)
         == sorted(FAMILIES)
-        == ["Exphormer", "GAT", "GCN", "GPS", "GT", "MLP", "Polynormer", "SAGE", "SGFormer"]
+        == ["Exphormer", "GAT", "GCN", "GPS", "GT", "MLP", "NAGphormer", "Polynormer", "SAGE", "SGFormer"]
     )
     for name in FAMILIES:
         assert parse_config({"model": {"name": name}}).model.name == name
@@ -580,6 +580,31 @@ def test_a_mean_over_one_type_of_edges() -> None:
     close(context.aggregate(x, edge_type=1), B @ x / B.sum(1, keepdim=True).clamp(min=1e-300))
 
 
+def test_nagphormer_is_its_formula() -> None:
+    """Node by node: torch's attention over its K + 1 rows `A^k X`, then the readout; gradient."""
+    cut = partitioned(awkward_graph())
+    settings = settings_of("NAGphormer")
+    settings["model"]["hops"] = 4
+    run = one_rank(cut, settings)
+    model, spread = run.engine.model, normalised(dense(cut.graph))
+    hops = [features_of(cut)]
+    for _ in range(4):
+        hops.append(spread @ hops[-1])
+    rounded = [hop.float().double() for hop in hops]  # they are kept in float32
+    last, found = model.layers[-1].readout.score, []
+    for tokens in model.encoder(torch.stack(rounded, 1)):  # [5, C]
+        for layer in model.layers:
+            q, k, v = layer.query_key_value(layer.norm(tokens)).view(5, 3, 3, 2).permute(1, 2, 0, 3)
+            attended = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]  # [H, 5, d]
+            tokens = tokens + layer.output(attended.transpose(0, 1).flatten(1))
+            tokens = tokens + layer.ffn.contract(F.gelu(layer.ffn.expand(layer.norm_ffn(tokens))))
+        scores = torch.stack([last(torch.cat([tokens[0], hop])) for hop in tokens[1:]])  # [4, 1]
+        found.append(tokens[0] + (scores.softmax(0) * tokens[1:]).sum(0))
+    logits = model.classifier(torch.stack(found))
+    close(eval_outputs(run), logits)
+    assert_gradient(run, logits)
+
+
 def test_a_linear_attention_counts_rows_before_the_layer() -> None:
     """Also where a rank owns as many after it, and other ranks own more before it."""
     context, _ = context_of((4,))
@@ -628,6 +653,7 @@ def test_numbers_of_parameters() -> None:
         "SGFormer": ends + norm + linear(C, 3 * C) + norm + 2 * (C * C + norm),
         "Exphormer": ends
         + 2 * (2 * norm + attention + ffn + linear(C, 3 * 2) + 4 * linear(C, C) + 2 * linear(C, 3 * 4)),
+        "NAGphormer": ends + 2 * (2 * norm + attention + ffn) + linear(2 * C, 1),
         "Polynormer": ends
         + (C * C + linear(C, 3) + 3 * C + 2 * linear(C, C) + 2 * norm + C)
         + (linear(C, 2 * C) + 2 * linear(C, C) + norm + C),

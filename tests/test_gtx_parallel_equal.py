@@ -226,7 +226,7 @@ def test_any_way_to_draw_edges_is_the_same_under_any_plan(method: str) -> None:
     assert_equal_one_rank(2, cases)
 
 
-@pytest.mark.parametrize("model", ["SAGE", "GAT", "SGFormer", "Polynormer", "Exphormer"])
+@pytest.mark.parametrize("model", ["SAGE", "GAT", "SGFormer", "Polynormer", "Exphormer", "NAGphormer"])
 def test_a_model_outside_the_sweep_is_the_same_under_any_plan(model: str) -> None:
     """The rest of the registry: every kind of batch under every mode, on three ranks and three heads."""
     cases = [

@@ -16,7 +16,7 @@ from scheduler.topology import Device, Link, Topology
 from scheduler.workload import ModelShape, Workload, uniform_workload
 
 MODEL = ModelShape("GT", 16, 32, 4, 4, 8, 3, 10_000)
-SHAPES: dict[str, dict[str, int]] = {"Polynormer": {"global_layers": 2}}
+SHAPES: dict[str, dict[str, int]] = {"Polynormer": {"global_layers": 2}, "NAGphormer": {"hops": 3}}
 K, P = 8, 4
 
 
@@ -112,7 +112,9 @@ def test_bytes_follow_the_formulas() -> None:
     assert data.fetched.sum() == pytest.approx((P - 1) * n * MODEL.num_features * b)
 
 
-@pytest.mark.parametrize("kind", ["GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer", "Exphormer"])
+@pytest.mark.parametrize(
+    "kind", ["GT", "GPS", "GCN", "SAGE", "GAT", "MLP", "SGFormer", "Polynormer", "Exphormer", "NAGphormer"]
+)
 def test_every_kind_of_model_has_a_price(kind: str) -> None:
     """Finite under every mode, and no less with more layers."""
     shape = replace(MODEL, kind=kind, **SHAPES.get(kind, {}))
@@ -128,10 +130,10 @@ def test_every_kind_of_model_has_a_price(kind: str) -> None:
 
 
 def test_a_stage_border_passes_what_the_layer_gives() -> None:
-    """In columns of one row: both halves of SGFormer, and of Polynormer before its last local layer."""
+    """In columns of one row: halves of SGFormer, of Polynormer before its last local layer; NAGphormer's hops."""
     plan = fixed_plan("pipeline", [1.0] * K, P, MODEL.layers)
     n, c, b = 100.0 * K, MODEL.width, MODEL.bytes_per_element
-    for kind, columns in (("SGFormer", 3 * 2 * c), ("Polynormer", 2 * c + c + c)):
+    for kind, columns in (("SGFormer", 3 * 2 * c), ("Polynormer", 2 * c + c + c), ("NAGphormer", 3 * 4 * c)):
         model = replace(MODEL, kind=kind, **SHAPES.get(kind, {}))
         workload = uniform_workload(model, [100.0] * K, [1000.0] * K, 0.4)
         assert work_of(place(plan, workload), model).moved.sum() == pytest.approx(n * b * columns), kind

@@ -13,6 +13,7 @@ from gtx.models.gt import GTLayer
 from gtx.models.layers import FeedForward, LinearAttention, LocalMean, MicroBatchNorm
 from gtx.models.mlp import MLPLayer
 from gtx.models.model import GraphModel
+from gtx.models.nagphormer import NAGphormerLayer
 from gtx.models.polynormer import PolynormerGlobalLayer, PolynormerLocalLayer
 from gtx.models.registry import FAMILIES, family_named
 from gtx.models.sage import SAGELayer
@@ -34,6 +35,7 @@ __all__ = [
     "LocalMean",
     "MLPLayer",
     "MicroBatchNorm",
+    "NAGphormerLayer",
     "PolynormerGlobalLayer",
     "PolynormerLocalLayer",
     "SAGELayer",

@@ -18,7 +18,7 @@ class GraphModel(nn.Module):
     With `edge_bias` a linear map of the edge features gives each layer's attention a bias per edge and head (a constant
     would cancel in the softmax, so it has none), as GAT has it in PyG, and Graphormer (arXiv 2106.05234) for paths.
     Positional encodings are projected and added to the encoded features, as in Dwivedi and Bresson 2021 (arXiv
-    2012.09699).
+    2012.09699). A node with several tokens has their rows side by side, `tokens * C` columns.
     """
 
     def __init__(self, config: ModelConfig, num_features: int, num_classes: int, num_edge_features: int = 0):
@@ -30,7 +30,7 @@ class GraphModel(nn.Module):
         self.classifier: nn.Module = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, num_classes))
         if not family.has_ends:
             self.encoder, self.classifier = nn.Identity(), nn.Identity()
-        self.num_features, columns = num_features, config.encodings.columns
+        self.num_features, self.tokens, columns = num_features, config.tokens, config.encodings.columns
         encoded = config.width if family.has_ends else num_features
         self.encodings = nn.Linear(columns, encoded, bias=False) if columns else None
         self.layers = nn.ModuleList(family.layers(config, num_features, num_classes))
@@ -44,15 +44,20 @@ class GraphModel(nn.Module):
         return sorted(found, key=lambda norm: norm.number)
 
     def forward(self, x: Tensor, token: Tensor, wave: WaveContext) -> tuple[Tensor, Tensor]:
-        """x: features and then encodings `[n, F + columns]` of this rank's rows. token: scalar that threads through all
-        exchanges.
+        """x: features of all tokens and then encodings `[n, tokens * F + columns]` of this rank's rows. token: scalar
+        that threads through all exchanges.
 
         Returns logits `[rows after the last layer, classes]` and the token.
         """
-        features, encodings = x[:, : self.num_features], x[:, self.num_features :]
-        x = self.encoder(wave.input.dropout(features, self.input_dropout))
+        count = self.tokens * self.num_features
+        features, encodings = wave.input.dropout(x[:, :count], self.input_dropout), x[:, count:]
+        if self.tokens > 1:
+            features = features.unflatten(1, (self.tokens, self.num_features))
+        x = self.encoder(features)  # [n, C], or [n, tokens, C]
         if self.encodings is not None:
-            x = x + self.encodings(encodings)
+            added = self.encodings(encodings)
+            x = x + (added if self.tokens == 1 else added[:, None])
+        x = x.flatten(1)
         for index, layer in enumerate(self.layers):
             x, token = wave.run(
                 layer, index, x, token, cast(nn.Linear, self.edge_biases[index]) if self.edge_biases else None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from gtx.models import exphormer, gat, gcn, gps, gt, mlp, polynormer, sage, sgformer
+from gtx.models import exphormer, gat, gcn, gps, gt, mlp, nagphormer, polynormer, sage, sgformer
 from gtx.models.family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "SGFormer": sgformer.FAMILY,
         "Polynormer": polynormer.FAMILY,
         "Exphormer": exphormer.FAMILY,
+        "NAGphormer": nagphormer.FAMILY,
     }
 )
 

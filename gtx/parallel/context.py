@@ -112,7 +112,10 @@ class LayerContext:
     # Row-wise work that is not plain tensor code ----------------------------------------------------------------------
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
-        """Dropout of `x [n_src or n_dst, C]`, keyed by node, column and the call's place in the layer."""
+        """Dropout of `x [n_src or n_dst, ...]`, keyed by node, column and the call's place in the layer.
+
+        Dims after the first count as columns.
+        """
         draw, self._draws = self._draws, self._draws + 1
         if p == 0.0 or not self.training:
             return x
