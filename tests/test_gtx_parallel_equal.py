@@ -351,6 +351,18 @@ def test_rows_split_0_and_3_or_2_and_1() -> None:
     assert_equal_one_rank(2, cases)
 
 
+@pytest.mark.parametrize("model", ["SGFormer", "GPS", "Exphormer"])
+def test_a_rank_whose_rows_all_live_on_beside_one_whose_rows_do_not(model: str) -> None:
+    """Node 0 alone on a rank, the three that it attends to on the other: sums over rows before the layer count 4."""
+    graph = partitioned(small_graph([(1, 0), (2, 0), (3, 0)], 4, train=[0]), parts=4)
+    ranks = [0 if graph.part_of[i] == graph.part_of[np.argmin(graph.original_id)] else 1 for i in range(4)]
+    assert sorted(ranks) == [0, 1, 1, 1]
+    plan = Plan(2, 1, tuple(Placement("graph", (rank,)) for rank in ranks))
+    batch = {"kind": "neighbor", "seeds": 1, "micro_batches": 1}
+    settings = settings_of("full", model, noisy=False, layers=1, batch=batch)
+    assert_equal_one_rank(2, [Case(model, graph, settings, plan)])
+
+
 def test_groups_may_be_permuted_and_overlap() -> None:
     """Every partition by a group of its own, none of them in rank order."""
     placements = (
