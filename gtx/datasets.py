@@ -28,6 +28,7 @@ from gtx.graphs import (
     Int64Array,
     Metric,
     SelfLoopPolicy,
+    SplitOrigin,
     from_edges,
     with_distinct_edges,
     with_self_loops,
@@ -147,6 +148,11 @@ class _Request:
     nodes: Path | None
     edges: Path | None
 
+    @property
+    def drawn(self) -> SplitOrigin:
+        """Of a split that is drawn for this request."""
+        return SplitOrigin("random", self.split, self.seed)
+
     def generator(self, purpose: str, *more: int) -> np.random.Generator:
         stream = np.random.SeedSequence([self.seed, _STREAMS.index(purpose), *more])
         return np.random.Generator(np.random.Philox(stream))
@@ -230,6 +236,7 @@ def _digits(request: _Request) -> Graph:
         (pixels / 16.0).astype(np.float32),
         labels,
         *stratified_split(labels, split_generator(request.seed, request.split)),
+        split=request.drawn,
     )
 
 
@@ -304,6 +311,7 @@ def _sbm(request: _Request) -> Graph:
         _class_features(request, labels, num_blocks),
         labels,
         *stratified_split(labels, split_generator(request.seed, request.split)),
+        split=request.drawn,
         num_classes=num_blocks,
     )
 
@@ -357,6 +365,7 @@ def _rmat(request: _Request) -> Graph:
         _class_features(request, latent, num_classes),
         labels,
         *stratified_split(labels, split_generator(request.seed, request.split)),
+        split=request.drawn,
         num_classes=num_classes,
     )
 
@@ -479,7 +488,10 @@ def _read_packed(request: _Request, file: str, metric: Metric) -> Graph:
         features = features / np.where(sums == 0, np.float32(1), sums)
     if "labelled" in arrays:
         labels = np.where(arrays["labelled"], labels, UNLABELLED)
-    return from_edges(request.name, edges[0], edges[1], len(labels), features, labels, *masks, metric=metric)
+    origin = SplitOrigin("public", request.split)
+    return from_edges(
+        request.name, edges[0], edges[1], len(labels), features, labels, *masks, metric=metric, split=origin
+    )
 
 
 def _packed_features(arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:

@@ -41,6 +41,19 @@ class Names:
     edge_features: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True)
+class SplitOrigin:
+    """Where a split is from.
+
+    kind: `public` if it came with a known set, `given` if the user's own data say it, `random` if it was drawn.
+    number: which of several. seed: of the draw.
+    """
+
+    kind: Literal["public", "given", "random"]
+    number: int = 0
+    seed: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A node-classification graph in CSR form: row = destination, column = source.
@@ -59,6 +72,7 @@ class Graph:
         metric: what validation and test report.
         edge_features: float32 [E, Fe] beside `indices`, or None. No model reads them yet.
         names: ids and column names of the source, where it had any. Not part of what is computed.
+        split: where the split is from, if that is known. Not kept with a partition.
     """
 
     name: str
@@ -73,6 +87,7 @@ class Graph:
     metric: Metric = "accuracy"
     edge_features: npt.NDArray[np.float32] | None = None
     names: Names = Names()
+    split: SplitOrigin | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -147,6 +162,7 @@ def from_edges(
     metric: Metric = "accuracy",
     edge_features: npt.ArrayLike | None = None,
     names: Names | None = None,
+    split: SplitOrigin | None = None,
 ) -> Graph:
     """Check everything and sort the edges `src[e] -> dst[e]` into a `Graph`.
 
@@ -159,6 +175,7 @@ def from_edges(
         num_classes: 1 + the largest label if None.
         edge_features: [E, Fe], cast to float32; they move with their edges.
         names: see `Names`.
+        split: where the masks are from.
 
     Raises:
         ValueError: an endpoint outside the nodes, a feature that is not finite, a label that is no class, splits that
@@ -203,6 +220,7 @@ def from_edges(
         metric,
         rows.edge_features,
         names or Names(),
+        split,
     )
 
 

@@ -469,12 +469,13 @@ def load(folder: str | Path) -> PartitionedGraph:
             if name not in _MAYBE or name in manifest["arrays"]
         }
         facts = _facts_from(manifest["facts"])
+        rows: dict[str, Any] = {name: arrays[name] for name in (*_GRAPH_ARRAYS, *_MAYBE) if name in arrays}
         graph = Graph(
             name=str(manifest["graph"]["name"]),
             num_classes=int(manifest["graph"]["num_classes"]),
             metric=manifest["graph"]["metric"],
             names=Names(nodes=arrays["original_id"]),
-            **{name: arrays[name] for name in (*_GRAPH_ARRAYS, *_MAYBE) if name in arrays},
+            **rows,
         )
         partitioned = PartitionedGraph(graph, arrays["starts"], arrays["original_id"], facts, folder)
         _check_consistent(partitioned)
