@@ -37,6 +37,11 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--seeds", help="one run a seed, such as 0..4 or 0,3,7, then mean and deviation; default runs/<name>-seeds"
     )
+    train.add_argument(
+        "--beside",
+        metavar="MODELS",
+        help="such as mlp,gcn: train these as well, all else kept, and compare their scores",
+    )
     predict = commands.add_parser("predict", help="write what a run's model says of every node as Parquet")
     predict.add_argument("run_dir", type=Path)
     predict.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the run's")
@@ -165,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
             from gtx.runs import run_training
 
             command = shlex.join(["launch.py", *arguments])
-            run_training(config, options.run_dir, command, options.resume, seeds=options.seeds)
+            run_training(config, options.run_dir, command, options.resume, seeds=options.seeds, beside=options.beside)
         elif options.command == "calibrate":
             from gtx.calibrate import run_calibration
 

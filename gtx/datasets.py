@@ -29,6 +29,7 @@ from gtx.graphs import (
     Int64Array,
     Metric,
     SelfLoopPolicy,
+    SplitOrigin,
     from_edges,
     with_distinct_edges,
     with_self_loops,
@@ -159,6 +160,11 @@ class _Request:
     nodes: Path | None
     edges: Path | None
 
+    @property
+    def drawn(self) -> SplitOrigin:
+        """Of a split that is drawn for this request."""
+        return SplitOrigin("random", self.split, self.seed)
+
     def generator(self, purpose: str, *more: int) -> np.random.Generator:
         stream = np.random.SeedSequence([self.seed, _STREAMS.index(purpose), *more])
         return np.random.Generator(np.random.Philox(stream))
@@ -240,6 +246,8 @@ def _of_library(request: _Request) -> Graph:
     )
     if request.options["normalize"] == "row":
         graph = dataclasses.replace(graph, features=_row_normalized(graph.features))
+    if graph.split is None or graph.split.kind == "given":  # by the library, with the set
+        graph = dataclasses.replace(graph, split=SplitOrigin("public", request.split))
     return graph
 
 
@@ -271,6 +279,7 @@ def _digits(request: _Request) -> Graph:
         (pixels / 16.0).astype(np.float32),
         labels,
         *stratified_split(labels, split_generator(request.seed, request.split)),
+        split=request.drawn,
     )
 
 
@@ -345,6 +354,7 @@ def _sbm(request: _Request) -> Graph:
         _class_features(request, labels, num_blocks),
         labels,
         *stratified_split(labels, split_generator(request.seed, request.split)),
+        split=request.drawn,
         num_classes=num_blocks,
     )
 
@@ -398,6 +408,7 @@ def _rmat(request: _Request) -> Graph:
         _class_features(request, latent, num_classes),
         labels,
         *stratified_split(labels, split_generator(request.seed, request.split)),
+        split=request.drawn,
         num_classes=num_classes,
     )
 
@@ -519,7 +530,10 @@ def _read_packed(request: _Request, file: str, metric: Metric) -> Graph:
         features = _row_normalized(features)
     if "labelled" in arrays:
         labels = np.where(arrays["labelled"], labels, UNLABELLED)
-    return from_edges(request.name, edges[0], edges[1], len(labels), features, labels, *masks, metric=metric)
+    origin = SplitOrigin("public", request.split)
+    return from_edges(
+        request.name, edges[0], edges[1], len(labels), features, labels, *masks, metric=metric, split=origin
+    )
 
 
 def _row_normalized(features: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from gtx.graphs import UNLABELLED, BoolArray, Graph, Int64Array, Metric, Names, edge_list, from_edges
+from gtx.graphs import UNLABELLED, BoolArray, Graph, Int64Array, Metric, Names, SplitOrigin, edge_list, from_edges
 from gtx.splits import split_generator, stratified_split
 from gtx.tables import Table, without_categories
 
@@ -103,7 +103,9 @@ def graph_of_tables(
                 "data.split out"
             )
         train, val, test = _masks(nodes, columns, labels)
+        origin = SplitOrigin("given")
     else:
+        origin = SplitOrigin("random", split, seed)
         train, val, test = stratified_split(labels, split_generator(seed, split))
     taken = (columns.id, columns.label, columns.split, *columns.ignore)
     features, feature_names = _features(nodes, columns.features, taken)
@@ -127,6 +129,7 @@ def graph_of_tables(
         metric=metric,
         edge_features=edge_features if edge_names else None,
         names=Names(ids_as_array(ids), classes, feature_names, edge_names or None),
+        split=origin,
     )
 
 

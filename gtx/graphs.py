@@ -43,6 +43,19 @@ class Names:
     edge_features: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True)
+class SplitOrigin:
+    """Where a split is from.
+
+    kind: `public` if it came with a known set, `given` if the user's own data say it, `random` if it was drawn.
+    number: which of several. seed: of the draw.
+    """
+
+    kind: Literal["public", "given", "random"]
+    number: int = 0
+    seed: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """The part, int32 [N], that each node was put into where the graph came from, of `parts`; by: who put it there."""
@@ -72,6 +85,7 @@ class Graph:
         names: ids and column names of the source, where it had any. Not part of what is computed.
         assignment: the partition that the source came with, for `partition.method: given`.
         edge_types: int8 [E] beside `indices`, `OWN_EDGE` or `ADDED_EDGE`; None where all are the graph's own.
+        split: where the split is from, if that is known. Not kept with a partition.
     """
 
     name: str
@@ -88,6 +102,7 @@ class Graph:
     names: Names = Names()
     assignment: Assignment | None = None
     edge_types: npt.NDArray[np.int8] | None = None
+    split: SplitOrigin | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -171,6 +186,7 @@ def from_edges(
     metric: Metric = "accuracy",
     edge_features: npt.ArrayLike | None = None,
     names: Names | None = None,
+    split: SplitOrigin | None = None,
 ) -> Graph:
     """Check everything and sort the edges `src[e] -> dst[e]` into a `Graph`.
 
@@ -183,6 +199,7 @@ def from_edges(
         num_classes: 1 + the largest label if None.
         edge_features: [E, Fe], cast to float32; they move with their edges.
         names: see `Names`.
+        split: where the masks are from.
 
     Raises:
         ValueError: an endpoint outside the nodes, a feature that is not finite, a label that is no class, splits that
@@ -227,6 +244,7 @@ def from_edges(
         metric,
         rows.edge_features,
         names or Names(),
+        split=split,
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from gtx import figures
 from gtx.figures import Mark, Ran, Words
 from gtx.markup import document, drawn, empty, folded, say, table, tiles
+from gtx.report import beside_rows, evaluation_facts
 from gtx.run_folder import Run, read_run
 from gtx.words import bytes_text, counted, figure_text, seconds_text, share_text, value_text
 from monitor import StepRecord, Window, reduce_window
@@ -95,11 +96,30 @@ def _summary(run: Run) -> str:
         for index, entry in enumerate(report["partitions"])
     ]
     columns = ("partition", "mode", "ranks", "layer split", "rows", "edges", "halo rows")
+    if report["evaluation"] is not None:
+        rows |= evaluation_facts(report)
+    beside = "" if report["evaluation"] is None or not report["evaluation"]["beside"] else _beside(report)
     return (
         tiles(figures_of_it)
         + table("The run", ("what*", "value*"), [[k, v] for k, v in rows.items() if v], 2)
+        + beside
         + folded("The last plan by partition", table("The last plan by partition", columns, partitions, 4))
     )
+
+
+def _beside(report: Mapping[str, Any]) -> str:
+    """The models that ran beside the run's own."""
+    rows = [
+        [
+            str(entry["model"]),
+            entry["told"],
+            *(value_text(entry[key]) for key in ("parameters", "best_step")),
+            *(figure_text(entry[key]) for key in ("val_score", "test_score")),
+        ]
+        for entry in beside_rows(report)
+    ]
+    columns = ("model", "what was kept", "parameters", "best step", "validation", "test")
+    return table(f"Beside other models, {report['metric']}", columns, rows, 2)
 
 
 def _trace(run: Run) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -491,12 +491,13 @@ def load(folder: str | Path) -> PartitionedGraph:
             if name not in _MAYBE or name in manifest["arrays"]
         }
         facts = _facts_from(manifest["facts"])
+        rows: dict[str, Any] = {name: arrays[name] for name in (*_GRAPH_ARRAYS, *_MAYBE) if name in arrays}
         graph = Graph(
             name=str(manifest["graph"]["name"]),
             num_classes=int(manifest["graph"]["num_classes"]),
             metric=manifest["graph"]["metric"],
             names=Names(nodes=arrays["original_id"]),
-            **cast(Any, {name: arrays[name] for name in (*_GRAPH_ARRAYS, *_MAYBE) if name in arrays}),
+            **rows,
         )
         partitioned = PartitionedGraph(graph, arrays["starts"], arrays["original_id"], facts, folder)
         _check_consistent(partitioned)

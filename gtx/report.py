@@ -24,7 +24,7 @@ from rich.text import Text
 from gtx.words import bytes_text, counted, figure_text, seconds_text, share_text, value_text
 from monitor.records import EXCHANGE_KINDS, PHASES, StepRecord, json_number
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 REPORT_NAME = "strategy-report.json"
 EXACTNESS = {
     "exact": "equal to one rank, sums reordered",
@@ -57,6 +57,7 @@ def build_report(
     partitioning: Mapping[str, Any] | None = None,
     metric: str = "score",
     scheduler: Mapping[str, Any] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The report of a run as JSON types. The schema describes every block.
 
@@ -68,6 +69,7 @@ def build_report(
     exactness: a class of `EXACTNESS`, or `class: reason`.
     metric: what the scores are.
     scheduler: what was searched, seen and decided, see `gtx/adapt.py`; None where no run was.
+    evaluation: how the scores came about, see `gtx/evaluation.py`; None where no run was.
 
     Raises ValueError if `steps` do not hold the same steps for every rank of the world, each once, or exactness names
     no known class.
@@ -91,6 +93,7 @@ def build_report(
         "evaluations": evaluations,
         "metric": metric,
         "best": best_evaluation(evaluations),
+        "evaluation": evaluation,
         "scheduler": scheduler,
     }
     plain: dict[str, Any] = _plain(report)
@@ -219,6 +222,15 @@ def write_report(report: Mapping[str, Any], folder: str | Path) -> Path:
     return path
 
 
+def add_beside(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put models that ran beside a run's own into its report, each in the place of an earlier run of it."""
+    report = load_report(folder)
+    kept = {row["model"]: row for row in [*report["evaluation"]["beside"], *_plain(list(rows))]}
+    report["evaluation"]["beside"] = list(kept.values())
+    write_report(report, folder)
+    return report
+
+
 def load_report(folder: str | Path) -> dict[str, Any]:
     """The report of a run folder. Raises ValueError if it is missing, no report, or of another version."""
     path = Path(folder) / REPORT_NAME
@@ -273,9 +285,13 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(_ranks_table(report["measured"], memory.get("predicted_bytes", [])))
     for table in _scheduler_tables(report["scheduler"] or {}):
         console.print(table)
+    if report["evaluation"] is not None:
+        console.print(_evaluation_table(report))
     for evaluation in report["evaluations"]:
         if "per_class" in evaluation:
             console.print(_classes_table(evaluation["step"], evaluation["per_class"]))
+    if report["evaluation"] is not None and report["evaluation"]["beside"]:
+        console.print(beside_table(report))
     slowest = report["measured"]["slowest_rank"]
     lines = [f"slowest rank      {slowest['rank']}, busy {slowest['busy_over_mean']:.2f}x the mean of all ranks"]
     lines.append(f"edges attended    {100 * report['share_of_edges_attended']:.2f} % of the graph's")
@@ -289,6 +305,59 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
             f"test {figure_text(best['test_score'])} there ({len(report['evaluations'])} evaluations)"
         )
     console.print(Text("\n".join(lines)))
+
+
+def evaluation_facts(report: Mapping[str, Any]) -> dict[str, str]:
+    """How the scores came about, as names and texts. report: with a block `evaluation`."""
+    evaluation, graph = report["evaluation"], report["graph"]
+    split, seconds = evaluation["split"], evaluation["seconds"]
+    facts = {"split": split["kind"]}
+    if split["number"] is not None:
+        facts["split"] += f", number {split['number']}"
+    if split["seed"] is not None:
+        facts["split"] += f", drawn with seed {split['seed']}"
+    if "label_rate" in graph:
+        facts["label rate"] = (
+            f"{graph['label_rate']:.2%} ({graph['num_train']:,} of {graph['num_nodes']:,} nodes train)"
+        )
+    facts |= {check["question"]: f"{check['answer']}: {check['because']}" for check in evaluation["checks"]}
+    preparing = [
+        f"{name.replace('_', ' ')} {seconds_text(took)}{' (reused)' if name in seconds['reused'] else ''}"
+        for name, took in seconds["preparing"].items()
+    ]
+    facts["preparing took"] = ", ".join(preparing)
+    facts["the steps took"] = ", ".join(
+        f"{name} {seconds_text(seconds[name])}" for name in ("training", "compiling", "evaluating")
+    )
+    return facts
+
+
+def _evaluation_table(report: Mapping[str, Any]) -> Table:
+    table = Table(title="how the scores came about", title_justify="left", title_style="bold", show_header=False)
+    table.add_column(max_width=32)
+    table.add_column(overflow="fold")
+    for name, value in evaluation_facts(report).items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def beside_rows(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The run's own scores as an entry of `evaluation.beside`, and those entries."""
+    best = report["best"] or {"step": None, "val_score": None, "test_score": None}
+    own = {"model": report["model"].get("name", "model"), "parameters": report["model"].get("parameters")}
+    return [{**own, "best_step": best["step"], **best, "told": "this run's own"}, *report["evaluation"]["beside"]]
+
+
+def beside_table(report: Mapping[str, Any]) -> Table:
+    """The run's own scores and those of the models that ran beside it."""
+    title = f"{report['metric']} beside other models, each at its best validation score"
+    table = _table(title, "model", "parameters", "best step", "val", "test", "what was kept")
+    table.columns[-1].justify = "left"
+    for row in beside_rows(report):
+        scores = (figure_text(row[key]) for key in ("val_score", "test_score"))
+        step = value_text(row["best_step"])
+        table.add_row(Text(str(row["model"])), value_text(row["parameters"]), step, *scores, Text(row["told"]))
+    return table
 
 
 def _classes_table(step: int, classes: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,6 +1,7 @@
-"""What `launch.py train` runs: one run, or one a seed in the same launched ranks, and what several seeds come to.
+"""What `launch.py train` runs: one run, or one a seed in the same launched ranks, each with other models beside it.
 
-Not here: a run itself (`train.py`), and runs that start ranks of their own (`ablate.py`).
+Not here: a run itself (`train.py`), what another model keeps of the config (`beside.py`), and runs that start ranks of
+their own (`ablate.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from gtx.adapt import read_plan
+from gtx.beside import beside_config, beside_row, parse_beside
 from gtx.compare import flatten
 from gtx.config import Config, load_config
 from gtx.parallel.world import World
-from gtx.report import REPORT_NAME, load_report
+from gtx.report import REPORT_NAME, add_beside, beside_table, load_report
 from gtx.session import Say, joined, silent
-from gtx.train import new_run_dir, train, train_in
+from gtx.train import new_run_dir, train_in
 
 SEEDS_CSV, SUMMARY = "seeds.csv", "summary.json"
 MAX_SEEDS = 1000
@@ -52,26 +54,40 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def run_training(
-    config: Config, run_dir: Path | None, command: str, resume: Path | None = None, *, seeds: str | None = None
+    config: Config,
+    run_dir: Path | None,
+    command: str,
+    resume: Path | None = None,
+    *,
+    seeds: str | None = None,
+    beside: str | None = None,
 ) -> None:
     """Train, and say where the results are. Rank 0 speaks.
 
     resume: a run folder or a checkpoint to go on from; the results go into that folder unless `run_dir` says otherwise.
-    seeds: train once for each of them, see `run_seeds`.
+    seeds: train once for each of them, see `run_seeds`. beside: models that are trained afterwards in the run's place.
     """
     if config.plan.file is not None:
         read_plan(config.plan.file)  # a wrong file should not wait for the graph
+    others = () if beside is None else parse_beside(beside, config)
     if seeds is not None:
         if resume is not None:
             raise ValueError("--seeds and --resume do not go together; resume the run folder of one seed by itself")
-        run_seeds(config, parse_seeds(seeds), run_dir or Path("runs") / f"{config.name}-seeds", command)
+        folder = run_dir or Path("runs") / f"{config.name}-seeds"
+        run_seeds(config, parse_seeds(seeds), folder, command, beside=others)
         return
     if run_dir is None:
         run_dir = new_run_dir(config) if resume is None or resume.is_file() else resume
-    report = train(config, run_dir, tell, command, resume)
-    if report:
-        tell(best_line(report))
-        tell(f"run folder: {run_dir}\nstrategy report: python launch.py report {run_dir}")
+    with joined(config) as world:
+        loud = tell if world.rank == 0 else silent
+        report = train_in(world, config, run_dir, tell, command, resume)
+        if report:
+            loud(best_line(report))
+        if others:
+            run_beside(world, config, run_dir, others, loud, command)
+        if world.rank == 0 and others:
+            Console().print(beside_table(load_report(run_dir)))
+        loud(f"run folder: {run_dir}\nstrategy report: python launch.py report {run_dir}")
 
 
 def tell(line: str) -> None:
@@ -88,32 +104,68 @@ def best_line(report: Mapping[str, Any]) -> str:
     return f"best validation {report['metric']} {best['val_score']:.2f} at step {best['step']}, test {shown}"
 
 
+def run_beside(
+    world: World, config: Config, run_dir: Path, names: Sequence[str], loud: Say, command: str
+) -> list[dict[str, Any]]:
+    """Train each model in the place of a finished run's own, into `run_dir/beside-<name>`, and tell its report.
+
+    What is done already under the same config is not done again. Returns their reports on rank 0.
+    """
+    reports, rows = [], []
+    for name in names:
+        other, told = beside_config(config, name)
+        place = run_dir / f"beside-{name.lower()}"
+        kept = place in _done_already(world, {place: other}, strict=False)
+        loud(f"beside it {name}: {f'done, {place}' if kept else told}")
+        if not kept:
+            gc.collect()  # an engine and what it refers to
+            train_in(world, other, place, loud, command)
+        if world.rank == 0:
+            reports.append(load_report(place))
+            rows.append(beside_row(reports[-1], place.name, told))
+            loud(best_line(reports[-1]))
+    if rows:
+        add_beside(run_dir, rows)
+    return reports
+
+
 # Several seeds --------------------------------------------------------------------------------------------------------
 
 
-def run_seeds(config: Config, seeds: Sequence[int], folder: Path, command: str, say: Say = tell) -> None:
+def run_seeds(
+    config: Config, seeds: Sequence[int], folder: Path, command: str, say: Say = tell, *, beside: Sequence[str] = ()
+) -> None:
     """Train once for each seed, in these ranks, into `folder/seed-<s>`; then `seeds.csv`, `summary.json` and a table.
 
     A seed whose run has ended is not run again; one that was cut off runs anew. All seeds share one assignment of nodes
-    to partitions, that of `partition.seed` or else of the config's seed, so that what is kept of it is kept once.
+    to partitions, that of `partition.seed` or else of the config's seed, so that it is found once. beside: as
+    `run_beside`, for every seed.
 
     Raises ValueError with one line, before anything is trained, where a seed's folder holds another config's run.
     """
     configs = {seed: seed_config(config, seed) for seed in seeds}
+    wanted = {folder / f"seed-{seed}": own for seed, own in configs.items()}
+    for name in beside:
+        wanted |= {
+            folder / f"seed-{seed}" / f"beside-{name.lower()}": beside_config(own, name)[0]
+            for seed, own in configs.items()
+        }
     with joined(config) as world:
         loud = say if world.rank == 0 else silent
-        done = _done_already(world, {folder / f"seed-{seed}": configs[seed] for seed in seeds})
+        done = _done_already(world, wanted)
         reports = []
-        for number, seed in enumerate(seeds, 1):
+        for number, (seed, own) in enumerate(configs.items(), 1):
             place = folder / f"seed-{seed}"
             kept = place in done
             loud(f"seed {seed} ({number} of {len(seeds)})" + (f" is done: {place}" if kept else f": {place}"))
             if not kept:
-                train_in(world, configs[seed], place, loud, command)
-                gc.collect()  # a world and its engines refer to each other
+                gc.collect()  # the engine of the seed before, and what it refers to
+                train_in(world, own, place, loud, command)
             if world.rank == 0:
                 reports.append(load_report(place))
                 loud(best_line(reports[-1]))
+            reports += run_beside(world, own, place, beside, loud, command)
+            if world.rank == 0:
                 _write_seeds(reports, folder)
         if world.rank == 0:
             _print_seeds(reports)
@@ -147,14 +199,23 @@ def finished(config: Config, folder: Path) -> bool:
     return True
 
 
-def _done_already(world: World, wanted: Mapping[Path, Config]) -> frozenset[Path]:
-    """The folders whose runs have ended, as rank 0 sees them. A collective; raises on every rank as `finished` does."""
-    found: frozenset[Path] | str = ""
+def _done_already(world: World, wanted: Mapping[Path, Config], *, strict: bool = True) -> frozenset[Path]:
+    """The folders whose runs have ended, as rank 0 sees them. A collective.
+
+    strict: raises on every rank as `finished` does; else a run of another config is as good as none.
+    """
+    found: frozenset[Path] | str = frozenset()
     if world.rank == 0:
-        try:
-            found = frozenset(place for place, config in wanted.items() if finished(config, place))
-        except ValueError as error:
-            found = str(error)
+        done = []
+        for place, config in wanted.items():
+            try:
+                done += [place] if finished(config, place) else []
+            except ValueError as error:
+                if strict:
+                    found = str(error)
+                    break
+        else:
+            found = frozenset(done)
     found = world.from_first(found)
     if isinstance(found, str):
         raise ValueError(found)

@@ -21,7 +21,7 @@ from gtx.checkpoint import EngineState, Progress, find_checkpoint, read_checkpoi
 from gtx.config import Config
 from gtx.datasets import load_graph
 from gtx.expander import with_expander
-from gtx.graphs import Graph, GraphSummary, summarize
+from gtx.graphs import Graph, GraphSummary, SplitOrigin, summarize
 from gtx.neighbor_lists import load_lists, load_or_walk
 from gtx.node_inputs import load_inputs, load_or_make
 from gtx.orders import BLOCK, NEAR
@@ -71,11 +71,12 @@ def share_checkpoint(world: World, place: Path) -> tuple[Progress, EngineState]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A graph ready to train on, the same on every rank."""
+    """A graph ready to train on, the same on every rank. split: where its split is from, if that is known."""
 
     partitioned: PartitionedGraph
     summary: GraphSummary
     reused: bool
+    split: SplitOrigin | None = None
     unused_edge_features: int = 0  # known where the graph was read
 
     def facts(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
             walks = (longest, sampling.walks, sampling.restart, config.seed)
             partitioned = replace(partitioned, lists=load_or_walk(partitioned, *walks, part.cache))
         partitioned = replace(partitioned, inputs=load_or_make(graph, wanted, part.cache))
-        return Loaded(partitioned, summarize(graph), reused, unused)
+        return Loaded(partitioned, summarize(graph), reused, graph.split, unused)
 
     if world is None or world.size == 1:
         return make()
@@ -147,7 +148,8 @@ def load_partitioned(config: Config, world: World | None = None, *, inputs: bool
         except (ValueError, OSError) as problem:
             error = str(problem)
     folders = _folders(made.partitioned) if made else None
-    facts = world.gather_facts((host, local_rank, error, folders, (made.summary, made.reused) if made else None))
+    told = (made.summary, made.reused, made.split) if made else None
+    facts = world.gather_facts((host, local_rank, error, folders, told))
     for fact in facts:
         if fact[2] is not None:
             raise ValueError(fact[2])

@@ -20,6 +20,7 @@ from gtx.checkpoint import changes, check_fits
 from gtx.config import Config
 from gtx.engine import DTYPES, make_engine
 from gtx.environment import device_facts, exactness, versions
+from gtx.evaluation import SUSPICIOUS, describe
 from gtx.loop import Run
 from gtx.models import GraphModel
 from gtx.parallel.executor import Executor
@@ -121,6 +122,12 @@ def train_in(
     devices = world.gather_facts(device_facts(world))
     if world.rank != 0:
         return {}
+    search_s = pilot.report()["spent_s"]["start"]
+    own = [record for record in run.records if record.rank == 0]
+    evaluation = describe(config, graph.graph, loaded.split, loaded.facts(), own, search_s=search_s, loop_s=run.seconds)
+    for check in evaluation["checks"]:
+        if check["answer"] == "yes" and check["question"] in SUSPICIOUS:
+            loud(f"note: {check['question']}: {check['because']}")
     finished = datetime.now(timezone.utc)
     report = build_report(
         run={
@@ -166,6 +173,7 @@ def train_in(
         },
         steps=run.records,
         evaluations=run.evaluations,
+        evaluation=evaluation,
         exactness=exactness(config),
         share_of_edges_attended=run.shares,
         model={**config.model.model_dump(mode="json"), "parameters": num_parameters, "attention_backend": backend},

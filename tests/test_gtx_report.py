@@ -216,8 +216,8 @@ def test_a_folder_without_a_report_is_told(tmp_path):
     for text, message in (
         ("{", "is not JSON"),
         ("[1]", "is no strategy report: it has no schema_version"),
-        ('{"schema_version": 99}', "has schema_version 99, this gtx reads 2"),
-        ('{"schema_version": 2}', "does not fit strategy_report.schema.json"),
+        ('{"schema_version": 99}', "has schema_version 99, this gtx reads 3"),
+        ('{"schema_version": 3}', "does not fit strategy_report.schema.json"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
