@@ -466,7 +466,7 @@ def test_sgformer_is_its_formula() -> None:
         heads.append(torch.diag(1 / (1 + pairs.sum(1))) @ (v + pairs @ v))
     everywhere = first.norm_attention(0.5 * torch.cat(heads, dim=1) + 0.5 * x)
     for layer in model.layers:
-        x = x + F.relu(layer.norm(spread @ layer.weight(x)))
+        x = F.relu(layer.norm(spread @ layer.weight(x)))
     logits = model.classifier(0.2 * everywhere + 0.8 * x)
     close(eval_outputs(run), logits)
     assert_gradient(run, logits)

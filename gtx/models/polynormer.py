@@ -29,7 +29,7 @@ class Gate(nn.Module):
 class PolynormerLocalLayer(nn.Module):
     """`y = (1 - b) norm(h * u) + b u` with `u = relu(attention(x) + U x)`, `h = relu(W x)`, `b` a gate.
 
-    Equivariant local attention of Deng et al. 2024 (Polynormer, arXiv 2403.01232, section 3.2): `A V * (H + 1 b^T)`,
+    Equivariant local attention of Deng et al. 2024 (Polynormer, arXiv 2403.01232, section 3): `A V * (H + 1 b^T)`,
     with ReLU and norm where the authors' code has them; A are the scores of GAT. The sum of all layers' y, normed, goes
     to the global layers, so the layers between take and give `2 C` columns: y and the sum so far.
     """
@@ -65,7 +65,7 @@ class PolynormerLocalLayer(nn.Module):
 class PolynormerGlobalLayer(nn.Module):
     """`relu(O [norm(attention(x)) * (W x + b)])`, attention to all rows with the kernel `sigmoid` and Q = K.
 
-    Equivariant global attention of Deng et al. 2024 (section 3.2), `S V * (H + 1 b^T)`, as in the authors' code.
+    Equivariant global attention of Deng et al. 2024 (section 3), `S V * (H + 1 b^T)`, as in the authors' code.
     """
 
     def __init__(self, config: ModelConfig):

@@ -20,7 +20,7 @@ _BETA = 0.5  # share of the attention beside its residual
 class SimpleAttention(nn.Module):
     """`D^-1 [V + Q (K^T V) / N]` with `D = diag(1 + Q (K^T 1) / N)`, Q and K each over its Frobenius norm.
 
-    Equations 3 and 4 of Wu et al. 2023 (SGFormer, arXiv 2306.10759), head by head; heads are put side by side.
+    Wu et al. 2023 (SGFormer, arXiv 2306.10759, section 4), head by head; heads are put side by side.
     """
 
     def __init__(self, width: int, heads: int):
@@ -39,11 +39,12 @@ class SimpleAttention(nn.Module):
 
 
 class SGFormerLayer(nn.Module):
-    """One GCN layer of `(1 - a) Z + a GCN(Z0)`; the first one also makes `Z0 = relu(norm(x))` and Z (equations 2 to 5).
+    """One GCN layer of `(1 - a) Z + a GCN(Z0)`; the first one also makes `Z0 = relu(norm(x))` and Z (as there).
 
     `Z = norm(b attention(Z0) + (1 - b) Z0)` travels with the rows of the GCN, so the layers between take and give `2 C`
     columns; the last one adds the two up. `a` is `model.graph_weight`, b is 1/2. A GCN layer is
-    `x + relu(norm(D^-1/2 A D^-1/2 x W))`, with layer norms where the authors' code has batch norms.
+    `relu(norm(D^-1/2 A D^-1/2 x W))`, with layer norms where the authors' code has batch norms, and without a residual,
+    with which it scored lower on Cora (docs/log.md, 2026-12-07).
     """
 
     def __init__(self, config: ModelConfig, index: int):
@@ -66,8 +67,8 @@ class SGFormerLayer(nn.Module):
         else:
             local, everywhere = x.chunk(2, dim=1)
             everywhere = context.destinations(everywhere)
-        summed = F.relu(self.norm(normalised_sum(self.weight(local), context)))
-        local = context.destinations(local) + context.dropout(summed, self.dropout)
+        local = F.relu(self.norm(normalised_sum(self.weight(local), context)))
+        local = context.dropout(local, self.dropout)
         if self.last:
             return (1 - self.graph_weight) * everywhere + self.graph_weight * local
         return torch.cat([local, everywhere], dim=1)
