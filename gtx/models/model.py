@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gtx.config import ModelConfig
 from gtx.models.layers import MicroBatchNorm
 from gtx.models.registry import family_named
-from gtx.parallel.context import WaveContext
+from gtx.parallel.context import LayerContext, WaveContext
 
 
 class GraphModel(nn.Module):
@@ -45,10 +45,13 @@ class GraphModel(nn.Module):
 
         Returns logits `[rows after the last layer, classes]` and the token.
         """
-        features, encodings = x[:, : self.num_features], x[:, self.num_features :]
-        x = self.encoder(wave.input.dropout(features, self.input_dropout))
-        if self.encodings is not None:
-            x = x + self.encodings(encodings)
+        x = self.encode(x, wave.input)
         for index, layer in enumerate(self.layers):
             x, token = wave.run(layer, index, x, token)
         return cast(Tensor, self.classifier(x)), token
+
+    def encode(self, x: Tensor, context: LayerContext) -> Tensor:
+        """The rows before the first layer, `[n, width]`, of inputs `x [n, F + columns]`."""
+        features, encodings = x[:, : self.num_features], x[:, self.num_features :]
+        x = self.encoder(context.dropout(features, self.input_dropout))
+        return x if self.encodings is None else x + self.encodings(encodings)
