@@ -47,6 +47,11 @@ def parser() -> argparse.ArgumentParser:
     predict.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the run's")
     predict.add_argument("--checkpoint", choices=("best", "latest"), default="best", help="which one; default best")
     predict.add_argument("--out", type=Path, help="the file to write; default predictions.parquet in the run folder")
+    predict.add_argument(
+        "--chunk-rows",
+        type=int,
+        help="rows a rank computes at a time, layer by layer, so that large graphs fit; default 65536, 0 for all",
+    )
     commands.add_parser("partition", parents=[with_config], help="cut the graph and keep the partition")
     plan = commands.add_parser("plan", parents=[with_config], help="show the plan a run would have; train nothing")
     plan.add_argument("--world-size", type=int, default=2, help="ranks to plan for; default 2")
@@ -144,9 +149,10 @@ def main(arguments: Sequence[str]) -> int:
             replay_run(options.run_dir, options.overrides)
             return 0
         if options.command == "predict":
-            from gtx.predict import run_predict
+            from gtx.predict import CHUNK_ROWS, run_predict
 
-            run_predict(options.run_dir, options.overrides, options.checkpoint, options.out)
+            rows = CHUNK_ROWS if options.chunk_rows is None else options.chunk_rows
+            run_predict(options.run_dir, options.overrides, options.checkpoint, options.out, rows)
             return 0
         if options.command == "ablate":
             from gtx.ablate import run_ablation

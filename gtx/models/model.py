@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gtx.config import ModelConfig
 from gtx.models.layers import MicroBatchNorm
 from gtx.models.registry import family_named
-from gtx.parallel.context import WaveContext
+from gtx.parallel.context import LayerContext, WaveContext
 
 
 class GraphModel(nn.Module):
@@ -49,17 +49,21 @@ class GraphModel(nn.Module):
 
         Returns logits `[rows after the last layer, classes]` and the token.
         """
+        x = self.encode(x, wave.input)
+        for index, layer in enumerate(self.layers):
+            x, token = wave.run(
+                layer, index, x, token, cast(nn.Linear, self.edge_biases[index]) if self.edge_biases else None
+            )
+        return cast(Tensor, self.classifier(x)), token
+
+    def encode(self, x: Tensor, context: LayerContext) -> Tensor:
+        """The rows before the first layer, `[n, tokens * width]`, of inputs `x [n, tokens * F + columns]`."""
         count = self.tokens * self.num_features
-        features, encodings = wave.input.dropout(x[:, :count], self.input_dropout), x[:, count:]
+        features, encodings = context.dropout(x[:, :count], self.input_dropout), x[:, count:]
         if self.tokens > 1:
             features = features.unflatten(1, (self.tokens, self.num_features))
         x = self.encoder(features)  # [n, C], or [n, tokens, C]
         if self.encodings is not None:
             added = self.encodings(encodings)
             x = x + (added if self.tokens == 1 else added[:, None])
-        x = x.flatten(1)
-        for index, layer in enumerate(self.layers):
-            x, token = wave.run(
-                layer, index, x, token, cast(nn.Linear, self.edge_biases[index]) if self.edge_biases else None
-            )
-        return cast(Tensor, self.classifier(x)), token
+        return x.flatten(1)

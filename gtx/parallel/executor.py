@@ -95,7 +95,8 @@ class Executor:
         flying = {index: self._fetch(batch.waves[index]) for index in waves}
         return lambda index: _rows(flying.pop(index))
 
-    def _runtime(self, plan: Plan, step: int, training: bool) -> Runtime:
+    def runtime(self, plan: Plan, step: int, training: bool) -> Runtime:
+        """What the layers of a step share."""
         return Runtime(self.channel, self.num_heads, self.seed, step, training, self.backend, plan.checkpointing)
 
     def _token(self, training: bool) -> Tensor:
@@ -103,7 +104,7 @@ class Executor:
 
     def train_step(self, batch: CompiledBatch, plan: Plan, step: int, *, fixed: bool) -> StepResult:
         """One optimizer step: every rank calls it with its part of the same batch."""
-        runtime = self._runtime(plan, step, training=True)
+        runtime = self.runtime(plan, step, training=True)
         self.engine.model.train()
         local = torch.zeros((), dtype=torch.float64)
         rounds = plan.rounds(len(batch.waves))
@@ -167,7 +168,7 @@ class Executor:
         self, batch: CompiledBatch, plan: Plan, step: int, *, hidden: bool = False
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """As `predict`, with what the classifier was given, `[n, width]`; `[n, 0]` unless `hidden`."""
-        runtime = self._runtime(plan, step, training=False)
+        runtime = self.runtime(plan, step, training=False)
         model = self.engine.model
         model.eval()
         nodes, logits, before = [], [], []
