@@ -1,7 +1,7 @@
 """Parses the command line and dispatches, nothing else. It is launched, by python, deepspeed or torchrun.
 
-The work is in `gtx/`, a file a command: `runs.py`, `predict.py`, `show.py`, `equality.py`, `calibrate.py`,
-`simulate.py`, `ablate.py`, `report.py`, `page.py`, `compare.py` and `replay.py`.
+The work is in `gtx/`, a file a command: `runs.py`, `predict.py`, `export.py`, `show.py`, `equality.py`,
+`calibrate.py`, `simulate.py`, `ablate.py`, `report.py`, `page.py`, `compare.py` and `replay.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(
         dest="command",
         required=True,
-        metavar="train | predict | partition | plan | check | calibrate | simulate | ablate | report | replay",
+        metavar="train | predict | export | partition | plan | check | calibrate | simulate | ablate | report | replay",
     )
     with_config = argparse.ArgumentParser(add_help=False)
     with_config.add_argument("config", type=Path, help="a YAML file, see configs/")
@@ -52,6 +52,11 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help="rows a rank computes at a time, layer by layer, so that large graphs fit; default 65536, 0 for all",
     )
+    export = commands.add_parser("export", help="write a run's model as one file that torch alone can run")
+    export.add_argument("run_dir", type=Path)
+    export.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace the run's")
+    export.add_argument("--to", type=Path, required=True, metavar="FILE.pt2", help="the file to write")
+    export.add_argument("--checkpoint", choices=("best", "latest"), default="best", help="which one; default best")
     commands.add_parser("partition", parents=[with_config], help="cut the graph and keep the partition")
     plan = commands.add_parser("plan", parents=[with_config], help="show the plan a run would have; train nothing")
     plan.add_argument("--world-size", type=int, default=2, help="ranks to plan for; default 2")
@@ -153,6 +158,11 @@ def main(arguments: Sequence[str]) -> int:
 
             rows = CHUNK_ROWS if options.chunk_rows is None else options.chunk_rows
             run_predict(options.run_dir, options.overrides, options.checkpoint, options.out, rows)
+            return 0
+        if options.command == "export":
+            from gtx.export import run_export
+
+            run_export(options.run_dir, options.overrides, options.checkpoint, options.to)
             return 0
         if options.command == "ablate":
             from gtx.ablate import run_ablation

@@ -332,10 +332,9 @@ def with_standardized_features(graph: Graph) -> Graph:
     Raises:
         ValueError: for a value that does not fit into float32 any more.
     """
-    seen = graph.features[graph.train_mask].astype(np.float64)
-    constant = seen.min(axis=0) == seen.max(axis=0)
-    deviation = np.where(constant, 1.0, seen.std(axis=0))
-    scaled = (graph.features - seen.mean(axis=0)) / deviation
+    mean, deviation = training_statistics(graph)
+    constant = deviation == 0.0
+    scaled = (graph.features - mean) / np.where(constant, 1.0, deviation)
     rows = _check_features(graph.name, "standardized feature", "node", np.where(constant, 0.0, scaled), len(scaled))
     return dataclasses.replace(graph, features=rows)
 
@@ -363,6 +362,13 @@ def with_standardized_edge_features(graph: Graph) -> Graph:
     scaled = np.where(constant, 0.0, (graph.edge_features - seen.mean(axis=0)) / deviation)
     rows = _check_features(graph.name, "standardized edge feature", "edge", scaled, len(scaled))
     return dataclasses.replace(graph, edge_features=rows)
+
+
+def training_statistics(graph: Graph) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """(mean, standard deviation) of every feature over the training nodes, float64 [F] each; 0 where it is constant."""
+    seen = graph.features[graph.train_mask].astype(np.float64)
+    constant = seen.min(axis=0) == seen.max(axis=0)
+    return seen.mean(axis=0), np.where(constant, 0.0, seen.std(axis=0))
 
 
 def edge_list(graph: Graph) -> tuple[Int64Array, Int64Array]:

@@ -141,17 +141,17 @@ def _filled(num_rows: int, chunks: Chunks, make: Callable[[slice], Tensor]) -> T
 
 def _gathered(model: GraphModel, rows: Tensor, chunks: Chunks, own: Ids, world: World) -> Predicted | None:
     """Classify all rows and bring them to rank 0, a chunk at a time."""
-    parts = []
+    num_nodes = sum(len(rows) for rows in chunks.rows)
+    found: tuple[npt.NDArray[np.float32], ...] = ()
     for chunk in chunks:
         logits = model.classifier(rows[chunk].to(world.device)).float().cpu().numpy()
-        arrived = world.gather_facts((own[chunk], logits, rows[chunk].float().numpy()))
-        if world.rank == 0:
-            parts += arrived
-    if world.rank != 0:
-        return None
-    nodes, logits, hidden = (np.concatenate([part[k] for part in parts]) for k in range(3))
-    order = np.argsort(nodes, kind="stable")
-    return nodes[order], logits[order], hidden[order]
+        for nodes, *arrays in world.gather_facts((own[chunk], logits, rows[chunk].float().numpy())):
+            if world.rank != 0:
+                continue
+            found = found or tuple(np.empty((num_nodes, array.shape[1]), dtype=np.float32) for array in arrays)
+            for whole, array in zip(found, arrays, strict=True):
+                whole[nodes] = array
+    return (np.arange(num_nodes), found[0], found[1]) if world.rank == 0 else None
 
 
 # Sums over all rows ---------------------------------------------------------------------------------------------------
