@@ -1,8 +1,9 @@
 """A trained model layer by layer over chunks of rows, so that memory holds a layer's rows and the edges of one chunk.
 
 For graphs whose layers, all rows and edges at once, do not fit. Every rank owns the rows of its partitions; a chunk is
-compiled and run like a micro-batch of one layer, its halo passed among ranks. Not here: the forward at once
-(`parallel/executor.py`), and what is done with the outcome (`predict.py`).
+compiled and run like a micro-batch of one layer, its halo passed among ranks. So a chunk also holds the rows of its
+sources, and computes on them anew: few where chunks follow the partition, up to all of them in a graph without cuts.
+Not here: the forward at once (`parallel/executor.py`), and what is done with the outcome (`predict.py`).
 
 Legend: `N` nodes, `n` rows of this rank, `C` columns of a layer, `H` heads, `d` head width.
 """
