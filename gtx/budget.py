@@ -104,13 +104,13 @@ def predict(
     resident = [float(b) for b in world.gather_facts(current_memory_bytes(str(world.device)) or 0)]
     found: Budget | str = ""
     if world.rank == 0:
-        workload = count_workload(graph, batches.step(0), shape)
-        workload = with_footprints(config, workload, limit, world.size, (plan.checkpointing,))
-        # A rank's first steps load code; those that were just counted have done so here.
-        loaded = max((current_memory_bytes(str(world.device)) or 0) - resident[0], 0.0)
-        resident = [b + loaded for b in resident]
         slack = cpu_slack() if world.device.type == "cpu" else 1.0
         try:
+            workload = count_workload(graph, batches.step(0), shape)
+            workload = with_footprints(config, workload, limit, world.size, (plan.checkpointing,))
+            # A rank's first steps load code; those that were just counted have done so here.
+            loaded = max((current_memory_bytes(str(world.device)) or 0) - resident[0], 0.0)
+            resident = [b + loaded for b in resident]
             found = check(config, workload, plan, resident, limit, why, slack)
         except ValueError as error:
             found = str(error)

@@ -207,7 +207,7 @@ def _agreed_backend(config: Config, world: World, dtype: torch.dtype, say: Say, 
     return fastest
 
 
-_WITHOUT_ATTENTION = ("GPS", "GCN", "SAGE", "MLP")  # over edges: GPS has its own, over all nodes
+_WITHOUT_ATTENTION = ("GPS", "SGFormer", "NAGphormer", "GCN", "SAGE", "MLP")  # over edges
 _TRIED_EDGES = 2**21  # enough that a launch costs nothing beside them
 
 

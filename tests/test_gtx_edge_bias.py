@@ -58,12 +58,12 @@ def cases_of(world_size: int) -> list[tuple[dict[str, Any], Any]]:
     found = []
     ways = [{"fanout": 3, "method": method} for method in METHODS]
     for i, (kind, mode) in enumerate(itertools.product(KINDS, MODES)):
-        settings = settings_of(kind, ("GT", "GAT")[i % 2], **({"fanout": 4} if i % 3 else {}))
+        settings = settings_of(kind, ("GT", "GAT", "Exphormer")[(i + i // 3) % 3], **({"fanout": 4} if i % 3 else {}))
         found.append((settings, plan_of(mode, cut(), world_size, 3, checkpointing=CHECKPOINTING[i % 3])))
     for i, way in enumerate(ways):
         for kind in ("full", "cluster"):
             plan = plan_of(MODES[i % 5], cut(), world_size, 3)
-            found.append((settings_of(kind, ("GT", "GAT")[(i + 1) % 2], **way), plan))
+            found.append((settings_of(kind, ("GT", "GAT", "Exphormer")[(i + 1) % 3], **way), plan))
     return found
 
 
